@@ -1,0 +1,85 @@
+"""From flat dataclasses to a command line: every field is a flag, with its default, type, choices and help.
+
+    @dataclass
+    class Config:
+        lr: float = option(1e-3, "learning rate")
+    config, = parse("train.py", "Trains.", argv, Config)
+
+A mistake of the user's (unknown flag, wrong type, impossible combination, missing file) ends with one line and exit status 2.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import sys
+import typing
+
+
+def option(default, help, choices=None):
+    """A dataclass field with its help text and, where the values are few, its choices."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse in one line: names the wrong flag, the value, and the nearest flag that exists."""
+
+    def error(self, message):
+        for word in message.split():
+            flag = word.split("=")[0]
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.5)
+            if message.startswith("unrecognized") and flag.startswith("-"):
+                message = f"unknown flag {flag}" + (f", did you mean {near[0]}?" if near else "") + " (--help lists all)"
+                break
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parse(prog, description, argv, *classes, without=(), **defaults):
+    """One instance of each dataclass from a command line. defaults: values that replace a field's own default.
+
+    without: fields that get no flag, as those without help text. Field names must differ between the classes. Raises
+    SystemExit(2) with one line for anything that does not fit.
+    """
+    parser = Parser(prog, description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for cls in classes:
+        group = parser.add_argument_group(cls.__name__)
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if field.metadata["help"] and field.name not in without:
+                add_flag(group, field, hints[field.name], defaults.get(field.name, field.default))
+    values = defaults | vars(parser.parse_args(argv))
+    try:
+        return [cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}) for cls in classes]
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def add_flag(group, field, hint, default):
+    """--field-name for one field; bool fields get --no-field-name too; X | None takes the word none."""
+    flag, help = "--" + field.name.replace("_", "-"), field.metadata["help"] + f" (default: {default})"
+    if hint is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=help)
+        return
+    optional = type(None) in typing.get_args(hint)
+    kind = next((t for t in typing.get_args(hint) if t is not type(None)), hint) if optional else hint
+    group.add_argument(flag, type=converter(kind, optional), default=default, choices=field.metadata["choices"], help=help,
+                       metavar=None if field.metadata["choices"] else kind.__name__.upper())
+
+
+def converter(kind, optional):
+    def convert(text):
+        if optional and text.lower() == "none":
+            return None
+        if kind is tuple:
+            return tuple(int(part) for part in text.split(",") if part)
+        return kind(text)
+    convert.__name__ = {tuple: "list of whole numbers (as 2,2)", int: "whole number", float: "number"}.get(kind, kind.__name__)
+    return convert
+
+
+def run(main):
+    """Call a command's main(argv). The user's mistakes end in one line and status 2 instead of a traceback."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (ValueError, FileNotFoundError, PermissionError, NotADirectoryError) as error:
+        print(f"{sys.argv[0].rsplit('/', 1)[-1]}: {error}", file=sys.stderr)
+        sys.exit(2)
