@@ -39,7 +39,7 @@ def parse(prog, description, argv, *classes, without=(), **defaults):
     without: fields that get no flag, as those without help text. Field names must differ between the classes. Raises
     SystemExit(2) with one line for anything that does not fit.
     """
-    parser = Parser(prog, description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog, usage="%(prog)s [flags]", description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     for cls in classes:
         group = parser.add_argument_group(cls.__name__)
         hints = typing.get_type_hints(cls)

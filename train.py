@@ -1,0 +1,507 @@
+"""Trains a ZAYA1: one process on a laptop, or torchrun over nodes of GPUs, the same loop.
+
+    python train.py                                    the default run: about five minutes on two CPU cores
+    python train.py --help                             every flag with its default
+    python train.py --data book.txt --tokens 1e6       your own text
+    python train.py --resume auto --out runs/mine      go on where that run stopped
+    python train.py --recipe zaya1 --preset zaya1_8b --dry-run      the published recipe, on paper
+    torchrun --nproc-per-node=8 train.py ...           data parallel
+
+A recipe is a list of phases, each with its tokens, context, RoPE base and learning rates (ZAYA1, arXiv 2511.17127, section 4;
+2605.05365). One optimizer step: accumulate micro-steps, guard, clip, Muon and AdamW, balancing biases, log. Which samples a step
+reads depends on (seed, phase, sample index) alone, not on the number of ranks, so a run may be resumed on another number.
+"""
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import checkpoint
+import config as command_line
+import data
+import kernels_hip
+import optim
+from model import PRESETS, ZAYA, ZAYAConfig, require
+from recipe import TrainConfig, micro_steps, plan, print_plan
+from router import Balancer, balance_health
+from sample import generate
+
+
+# Dense bf16 peak in FLOP/s, from datasheets, for model FLOPs utilisation. An unknown device gives n/a, never a guess.
+PEAK = {"MI300X": 1307e12, "MI325X": 1307e12, "MI250X": 383e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
+MAX_BAD_STEPS = 10
+
+
+# ------------------------------------------------------------------------------------------------------ the parts of a run
+
+def open_sources(cfg, phases):
+    """Dataset per source name of --data, and one training stream per phase. Raises ValueError for names the mix lacks."""
+    parts = cfg.data.split(",") if "=" in cfg.data else [f"text={cfg.data}"]
+    paths = dict(part.split("=", 1) for part in parts)
+    first = data.load(next(iter(paths.values())), cfg.tokenizer)
+    sets = {name: first if i == 0 else data.load(path, first.tokenizer) for i, (name, path) in enumerate(paths.items())}
+    streams = []
+    for _, _, p in phases:
+        mix = p.mix if len(sets) > 1 else dict.fromkeys(sets, 1.0)      # a single source serves every phase
+        missing = sorted(set(mix) - set(sets))
+        require(not missing, f"phase {p.name!r} mixes {', '.join(mix)}, but --data names no {', '.join(missing)}")
+        stream = data.Mix([sets[n].train for n in mix], list(mix.values())) if len(mix) > 1 else sets[next(iter(mix))].train
+        data.check_length(stream, p.seq_len, f"the training part of {cfg.data}")
+        data.check_length(first.val, p.seq_len, f"the validation part of {cfg.data}")
+        streams.append(stream)
+    return first, streams
+
+
+def pick_device(cfg, local_rank):
+    """torch.device and compute dtype, as the flags and the machine allow."""
+    require(cfg.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch sees no GPU")
+    kind = cfg.device if cfg.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        torch.set_flush_denormal(True)      # a denormal costs a CPU a hundred times a normal number
+        return torch.device("cpu"), torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
+    torch.cuda.set_device(local_rank)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return torch.device("cuda", local_rank), torch.float32 if cfg.dtype == "float32" else torch.bfloat16
+
+
+def build_model(cfg, device):
+    """The model on its device, the same on every rank: initialised from the seed, or from --init."""
+    torch.manual_seed(cfg.seed)
+    model = ZAYA(cfg.model)
+    if cfg.init:
+        load_weights(model, cfg.init)
+    model.recompute = cfg.recompute
+    return model.to(device)
+
+
+def load_weights(model, path):
+    """Fill a model from an exported file or a run. Raises ValueError that lists every name or shape that does not fit."""
+    _, weights = checkpoint.load_weights(path)
+    own = model.state_dict()
+    wrong = [f"{n} missing" for n in own.keys() - weights.keys()] + [f"{n} unknown" for n in weights.keys() - own.keys()]
+    wrong += [f"{n} is {tuple(w.shape)}, the model wants {tuple(own[n].shape)}"
+              for n, w in weights.items() if n in own and w.shape != own[n].shape]
+    require(not wrong, f"{path} is of another configuration: {'; '.join(sorted(wrong)[:8])}")
+    model.load_state_dict(weights)
+
+
+def resolve_compile(cfg, steps):
+    """Whether to compile, and why; tried on a small function first, since a compiler may be there and not work."""
+    if cfg.compile == "off" or (cfg.compile == "auto" and steps < 200):
+        return False, "off" if cfg.compile == "off" else "off (the run is short)"
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(3))
+        return True, "on"
+    except Exception as error:      # whatever the compiler's trouble is: a run without it gives the same numbers
+        reason = f"no working compiler: {str(error).strip().splitlines()[0][:80]}"
+        require(cfg.compile == "auto", f"--compile on: {reason}")
+        return False, f"off ({reason})"
+
+
+def flops_per_token(model, seq_len):
+    """Forward and backward: 6 for each active weight (the head counts, the lookup does not), and attention's products."""
+    c = model.config
+    attention = 6 * c.num_blocks * c.num_heads * c.head_dim * seq_len       # causal: half of 12
+    return 6 * model.num_parameters(active=True) + attention
+
+
+def mfu(flops_per_second, device, world):
+    """Model FLOPs utilisation as text, "n/a" on a device whose peak is not listed."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    peak = next((flops for key, flops in PEAK.items() if key in name), None)
+    return f"{flops_per_second / world / peak:.1%}" if peak else "n/a"
+
+
+@torch.no_grad()
+def evaluate(model, tokens, seq_len, limit, rank, world, autocast):
+    """Mean validation loss in nats over up to `limit` tokens, spread evenly over the part; the ranks share the windows."""
+    model.eval()
+    device = model.embed_tokens.weight.device
+    count = max(1, min(limit // seq_len, (len(tokens) - 1) // seq_len))
+    starts = [i * (len(tokens) - 1 - seq_len) // max(count - 1, 1) for i in range(count)]
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    size = max(1, 4096 // seq_len)
+    mine = starts[rank::world]
+    for i in range(0, len(mine), size):
+        rows = torch.stack([torch.as_tensor(tokens[s:s + seq_len + 1].astype("int64")) for s in mine[i:i + size]]).to(device)
+        with autocast():
+            loss = model(rows[:, :-1], rows[:, 1:])[1]
+        total += torch.tensor([loss.item() * len(rows), len(rows)], dtype=torch.float64, device=device)
+    if world > 1:
+        dist.all_reduce(total)
+    model.train()
+    return (total[0] / total[1]).item()
+
+
+class Stop:
+    """SIGTERM and Ctrl-C set a flag; the loop asks for it once a step, and the ranks agree."""
+
+    def __init__(self, world):
+        self.asked, self.world = False, world
+        self.previous = {s: signal.signal(s, self.on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    def on_signal(self, number, frame):
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt         # the second Ctrl-C means now
+        self.asked = True
+
+    def agreed(self, device):
+        if self.world > 1:
+            flag = torch.tensor(int(self.asked), device=device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            self.asked = bool(flag.item())
+        return self.asked
+
+    def restore(self):
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+
+class Log:
+    """log.csv (a row a logged step), events.jsonl (what happened, a JSON line each) and the screen; only rank 0 writes."""
+
+    def __init__(self, out, rank, header, step=0):
+        """header: one JSON comment that says what made the log. step: rows past it are dropped, they will be made again."""
+        self.out, self.rank, self.table = out, rank, out / "log.csv"
+        if rank == 0:
+            lines = self.table.read_text().splitlines() if self.table.exists() else [f"# {json.dumps(header)}"]
+            kept = [line for line in lines if not line[:1].isdigit() or int(line.split(",")[0]) <= step]
+            self.table.write_text("\n".join(kept) + "\n")
+            self.titled = len(kept) > 1
+
+    def say(self, text):
+        if self.rank == 0:
+            tqdm.write(text)
+
+    def event(self, what, **facts):
+        if self.rank == 0:
+            with open(self.out / "events.jsonl", "a") as file:
+                file.write(json.dumps({"time": round(time.time(), 3), "rank": 0, "what": what, **facts}) + "\n")
+
+    def row(self, row):
+        if self.rank == 0:
+            with open(self.table, "a", newline="") as file:
+                writer = csv.DictWriter(file, row, lineterminator="\n")
+                if not self.titled:
+                    writer.writeheader()
+                    self.titled = True
+                writer.writerow(row)
+
+
+def describe(cfg, device):
+    """What made a log: versions, device, commit, configuration."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    return {"python": sys.version.split()[0], "torch": torch.__version__, "device": name, "commit": git.stdout.strip() or None,
+            "config": dataclasses.asdict(cfg)}
+
+
+# ------------------------------------------------------------------------------------------------------ the run
+
+class Run:
+    """Everything a run consists of, made from its configuration: plan, data, model, optimizers, log, checkpoints."""
+
+    def __init__(self, cfg, rank, world, local_rank):
+        self.cfg, self.rank, self.world = cfg, rank, world
+        self.phases = plan(cfg)
+        self.steps = sum(steps for _, steps, _ in self.phases)
+        for _, _, p in self.phases:
+            micro_steps(p, world, cfg.micro_tokens)     # refuses what does not divide
+        self.device, dtype = pick_device(cfg, local_rank)
+        self.autocast = lambda: torch.autocast(self.device.type, dtype) if dtype == torch.bfloat16 else nullcontext()
+        self.dataset, self.streams = open_sources(cfg, self.phases)
+        cfg.model = complete(cfg, self.phases, self.dataset.tokenizer)
+        self.out = run_folder(cfg, rank, world)
+        if rank == 0:
+            spec = self.dataset.tokenizer.save(self.out / "tokenizer.json")
+            saved = {**dataclasses.asdict(cfg), "out": str(self.out)}
+            (self.out / "config.json").write_text(json.dumps(saved | {"tokenizer_file": spec.partition(":")[0]}, indent=1))
+        self.kernels = kernels_hip.select(cfg.kernels) or kernels_hip.status()
+        self.model = build_model(cfg, self.device)
+        self.optimizers = optim.build(self.model, cfg.optimizer, 1.0, cfg.weight_decay, ns_steps=cfg.ns_steps)
+        self.balancer = Balancer(self.model, cfg.balance_lr)
+        self.checkpoints = checkpoint.Checkpointer(self.out / "checkpoints", cfg.keep)
+        self.progress, self.new_best = {"step": 0, "tokens": 0, "bad_steps": 0, "best_val": 1e9}, False
+        self.restore()
+        self.log = Log(self.out, rank, describe(cfg, self.device), self.progress["step"])
+        compiled, why = resolve_compile(cfg, self.steps - self.progress["step"])
+        if compiled:
+            self.model.compile_blocks()
+        self.ddp = self.model
+        if world > 1:
+            ids = [local_rank] if self.device.type == "cuda" else None
+            self.ddp = torch.nn.parallel.DistributedDataParallel(self.model, ids, broadcast_buffers=False)
+        self.introduce(dtype, why)
+
+    def introduce(self, dtype, compiled):
+        say, model = self.log.say, self.model
+        say(f"run     {self.out}: {self.steps} steps of {self.phases[0][2].batch_tokens:,} tokens, {len(self.phases)} phases, {self.world} process(es)")
+        say(f"data    {self.dataset.name}: {len(self.dataset.train):,} + {len(self.dataset.val):,} tokens, "
+            f"{self.dataset.bytes_per_token:.2f} bytes a token")
+        say(f"model   {model.num_parameters():,} parameters, {model.num_parameters(active=True):,} active for a token")
+        say(f"path    {self.device}, {dtype}, compile {compiled}; {self.kernels}")
+
+    def state(self):
+        """What a checkpoint holds: nested dict of tensors and numbers, by name."""
+        names = dict((p, name) for name, p in self.model.named_parameters())
+        names.update((r.balancing_biases, f"blocks.{i}.balancing_biases") for i, r in enumerate(self.balancer.routers))
+        state = {"model": self.model.state_dict(), "progress": self.progress,
+                 "balancer": optim.adam_state(self.balancer.optimizer, names)}
+        for optimizer in self.optimizers:
+            muon = isinstance(optimizer, optim.Muon)
+            state["muon" if muon else "adamw"] = optimizer.named_state() if muon else optim.adam_state(optimizer, names)
+        return state
+
+    def restore(self):
+        """With --resume auto: continue from the newest whole checkpoint, if there is one."""
+        path = [checkpoint.latest(self.out / "checkpoints") if self.cfg.resume and self.rank == 0 else None]
+        if self.world > 1:
+            dist.broadcast_object_list(path)
+        if path[0]:
+            checkpoint.load(path[0], self.state())
+
+    def save(self):
+        """A checkpoint of now, marked best if the last validation was the lowest so far."""
+        best, self.new_best = self.new_best, False
+        meta = {"config": dataclasses.asdict(self.cfg), **self.progress}
+        self.checkpoints.save(self.progress["step"], self.state(), meta, best)
+        self.log.event("save", step=self.progress["step"], best=best)
+
+    def phase(self, step):
+        """(index, first step, steps, Phase) that `step` belongs to."""
+        return next((i, *entry) for i, entry in reversed(list(enumerate(self.phases))) if entry[0] <= step)
+
+    def gradients(self, step):
+        """Accumulate one batch's gradients. Returns its mean loss on this rank, a tensor that nothing has waited for."""
+        index, first, _, p = self.phase(step)
+        count, size = micro_steps(p, self.world, self.cfg.micro_tokens)
+        total = torch.zeros((), device=self.device)
+        for micro in range(count):
+            sample = (step - first) * (p.batch_tokens // p.seq_len) + (micro * self.world + self.rank) * size
+            x, y = data.windows(self.streams[index], range(sample, sample + size), p.seq_len, self.cfg.seed + index)
+            self.ddp.require_backward_grad_sync = micro == count - 1        # DDP reads it in the forward
+            with self.autocast():
+                loss = self.ddp(x.to(self.device), y.to(self.device))[1] / count
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def update(self, step):
+        """Guard, clip, optimizers, balancing. Returns (learning rate, gradient norm, loads (blocks, C), or None if skipped)."""
+        _, first, steps, p = self.phase(step)
+        lr = optim.lr_at((step - first + 1) / steps, p.lr, p.lr_end, p.warmup)
+        # DDP has averaged the gradients, so a NaN on one rank is a NaN on all and every rank takes the same branch.
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip, foreach=True).item()
+        good = math.isfinite(norm)
+        for optimizer in self.optimizers if good else ():
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+        peak = self.phases[0][2].lr
+        load = self.balancer.step(self.cfg.balance_lr * lr / peak) if good else self.balancer.discard()
+        self.model.zero_grad()
+        return lr, norm, load
+
+    def enter_phase(self, step, announce):
+        """The phase of `step`; at its first step, or when the run starts inside it, RoPE is set and the log says so."""
+        _, first, steps, p = self.phase(step)
+        if step == first or announce:
+            self.model.config.rope_theta = p.rope_theta
+            self.log.event("phase", step=step, name=p.name, seq_len=p.seq_len, rope_theta=p.rope_theta)
+            self.log.say(f"phase   {p.name}: context {p.seq_len}, RoPE base {p.rope_theta:g}, up to step {first + steps}")
+        return p
+
+    def count_bad(self, norm, bad):
+        """A step whose gradients are not finite changes nothing; too many in a row end the run."""
+        self.progress["bad_steps"] = self.progress["bad_steps"] + 1 if bad else 0
+        if bad:
+            self.log.event("bad_step", step=self.progress["step"], grad_norm=str(norm))
+            self.log.say(f"step {self.progress['step']} skipped: its gradient norm is {norm}")
+        if self.progress["bad_steps"] >= MAX_BAD_STEPS:
+            raise RuntimeError(f"{MAX_BAD_STEPS} steps in a row had gradients that are not finite: lower --lr, or look at the data; "
+                               f"the checkpoints in {self.out} are from before")
+
+    def report(self, p, lr, loss, norm, load, val, seconds):
+        """One line on the screen and the same row in log.csv."""
+        if self.world > 1:
+            dist.all_reduce(loss, op=dist.ReduceOp.SUM)
+        loss = loss.item() / self.world
+        rate = p.batch_tokens / seconds
+        load = torch.zeros(1, self.cfg.model.num_classes) if load is None else load.cpu()
+        health = balance_health(load, self.cfg.model.num_experts)
+        row = {"step": self.progress["step"], "tokens": self.progress["tokens"], "phase": p.name, "lr": f"{lr:.6g}",
+               "train_loss": f"{loss:.5f}", "val_loss": "" if val is None else f"{val:.5f}",
+               "val_bits_per_byte": "" if val is None else f"{self.bits_per_byte(val):.5f}", "grad_norm": f"{norm:.4g}",
+               "step_ms": f"{seconds * 1e3:.1f}", "tokens_per_s": f"{rate:.0f}",
+               "mfu": mfu(rate * flops_per_token(self.model, p.seq_len), self.device, self.world),
+               "load_max": f"{health['load_max'].max():.3f}", "load_entropy": f"{health['entropy'].mean():.4f}",
+               "skip_share": f"{health['skip'].mean():.4f}",
+               "load": "|".join(" ".join(map(str, counts)) for counts in load.int().tolist())}      # by block and class
+        self.log.row(row)
+        shown = f" val {val:.3f} ({self.bits_per_byte(val):.3f} bits/byte)" if val is not None else ""
+        self.log.say(f"step {row['step']:5d} loss {loss:.3f}{shown} lr {lr:.2g} norm {norm:.2f} {seconds * 1e3:.0f} ms "
+                     f"{rate:.0f} tok/s mfu {row['mfu']} load {row['load_max']} skip {row['skip_share']}")
+
+    def bits_per_byte(self, nats_per_token):
+        return nats_per_token / math.log(2) / self.dataset.bytes_per_token
+
+    def finish(self, loss, stopped):
+        """Final validation and sample (not after a stop), the last checkpoint, the result."""
+        val = None if stopped else self.evaluate(4 * self.cfg.eval_tokens)
+        self.save()
+        self.checkpoints.wait()
+        step, tokens = self.progress["step"], self.progress["tokens"]
+        self.log.event("stopped" if stopped else "done", step=step, val_loss=val)
+        if stopped:
+            self.log.say(f"stopped at step {step}; go on with: python train.py --resume auto --out {self.out}")
+        else:
+            self.sample()
+            self.log.say(f"done    {step} steps, {tokens:,} tokens, validation {val:.4f} nats a token, "
+                         f"{self.bits_per_byte(val):.4f} bits a byte")
+        return {"step": step, "train_loss": None if loss is None else loss.item(), "val_loss": val, "tokens": tokens,
+                "out": str(self.out)}
+
+    def evaluate(self, limit):
+        """Validation loss at the context of the phase just trained, in nats a token."""
+        _, _, _, p = self.phase(max(self.progress["step"] - 1, 0))
+        val = evaluate(self.model, self.dataset.val, p.seq_len, limit, self.rank, self.world, self.autocast)
+        self.new_best = self.new_best or val < self.progress["best_val"]
+        self.progress["best_val"] = min(val, self.progress["best_val"])
+        return val
+
+    def sample(self):
+        """A few lines that the model writes now; rank 0 alone, without any collective."""
+        if self.rank == 0:
+            tokenizer = self.dataset.tokenizer
+            with self.autocast():
+                new = generate(self.model, [tokenizer.encode("def ")], 120, temperature=0.7, top_k=50, seed=self.cfg.seed)[0]
+            self.log.say("-" * 40 + "\ndef " + tokenizer.decode(new) + "\n" + "-" * 40)
+
+
+def complete(cfg, phases, tokenizer):
+    """The model's shape with what data and phases decide: vocabulary (a multiple of 64), context, RoPE base."""
+    longest = max(p.seq_len for _, _, p in phases)
+    return dataclasses.replace(cfg.model or ZAYAConfig.preset(cfg.preset), vocab_size=-(-tokenizer.vocab_size // 64) * 64,
+                               max_seq_len=longest, rope_theta=phases[-1][2].rope_theta)
+
+
+def newest_run(folder):
+    """The numbered run folder that train.py made last, or None."""
+    numbered = [f for f in Path(folder).glob("*") if f.name.isdigit() and (f / "config.json").exists()]
+    return max(numbered, key=lambda f: int(f.name), default=None)
+
+
+def run_folder(cfg, rank, world):
+    """The run's folder, made; its configuration and tokenizer go there. Raises ValueError where another run would be lost."""
+    found = [cfg.out]
+    if rank == 0 and cfg.out is None:
+        last = newest_run("runs")
+        found = [last if last and cfg.resume else Path("runs") / f"{int(last.name) + 1 if last else 1:03d}"]
+    if world > 1:
+        dist.broadcast_object_list(found)
+    out = Path(found[0])
+    if rank == 0 and (out / "log.csv").exists() and not cfg.resume:
+        raise ValueError(f"{out} holds a run already: go on with --resume auto, or take another --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be made: {error.strerror}") from None
+    require(os.access(out, os.W_OK), f"--out {out} is not writable: take another folder")
+    return out
+
+
+def train(cfg):
+    """One run, start to end. cfg: TrainConfig. Returns dict(step, train_loss, val_loss (nats a token), tokens, out).
+
+    Raises ValueError for a configuration or data that cannot be trained; RuntimeError when steps keep going bad.
+    """
+    rank, world, local_rank = (int(os.environ.get(name, default)) for name, default in
+                               (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    if world > 1:       # the long time-out: a short break of the network should not kill a run of weeks
+        dist.init_process_group("nccl" if torch.cuda.is_available() and cfg.device != "cpu" else "gloo",
+                                timeout=timedelta(minutes=30))
+    try:
+        return loop(Run(cfg, rank, world, local_rank))
+    finally:
+        if world > 1:
+            dist.destroy_process_group()
+
+
+def loop(run):
+    """accumulate, guard, clip, optimizers, balancing - evaluate, log, save, sample, stop? - until the plan is done."""
+    cfg, progress = run.cfg, run.progress
+    stop, loss = Stop(run.world), None
+    run.log.event("start", step=progress["step"], steps=run.steps, world=run.world)
+    bar = tqdm(total=run.steps, initial=progress["step"], unit="step", disable=run.rank > 0 or not sys.stderr.isatty())
+    due = lambda every: bool(every) and progress["step"] % every == 0
+    try:
+        while progress["step"] < run.steps and not stop.agreed(run.device):
+            started = time.perf_counter()
+            phase = run.enter_phase(progress["step"], announce=loss is None)
+            loss = run.gradients(progress["step"])
+            lr, norm, load = run.update(progress["step"])
+            progress.update(step=progress["step"] + 1, tokens=progress["tokens"] + phase.batch_tokens)
+            seconds = time.perf_counter() - started
+            run.count_bad(norm, load is None)
+            val = run.evaluate(cfg.eval_tokens) if due(cfg.eval_every) else None
+            if due(cfg.log_every) or val is not None:
+                run.report(phase, lr, loss, norm, load, val, seconds)
+            if due(cfg.save_every):
+                run.save()
+            if due(cfg.sample_every) and progress["step"] < run.steps:
+                run.sample()
+            bar.update()
+    finally:
+        bar.close()
+        stop.restore()
+    return run.finish(loss, stop.asked)
+
+
+def main(argv):
+    """The command line. With --resume, the run's own configuration takes the place of the defaults."""
+    saved = saved_config(argv)
+    model = saved.pop("model", None) or PRESETS.get(flag(argv, "--preset") or "laptop", {})
+    cfg, cfg.model = command_line.parse("train.py", __doc__, argv, TrainConfig, ZAYAConfig, **{**saved, **model},
+                                        without=("vocab_size", "max_seq_len", "rope_theta"))     # data and phases set them
+    if cfg.dry_run:
+        cfg.model = dataclasses.replace(cfg.model, max_seq_len=max(p.seq_len for _, _, p in plan(cfg)))
+        return print_plan(cfg, plan(cfg), int(os.environ.get("WORLD_SIZE", 1)))
+    result = train(cfg)
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"next: python sample.py --run {result['out']} --prompt 'class '")
+
+
+def flag(argv, name):
+    """Value of a flag that decides on the defaults of the others, before the real parse."""
+    for i, word in enumerate(argv):
+        if word.startswith(name + "="):
+            return word.split("=", 1)[1]
+        if word == name and i + 1 < len(argv):
+            return argv[i + 1]
+
+
+def saved_config(argv):
+    """config.json of the run that --resume goes on with, as defaults; {} for a new run."""
+    out = flag(argv, "--out") or newest_run("runs")
+    file = Path(out or "") / "config.json"
+    if not flag(argv, "--resume") or out is None or not file.exists():
+        return {}
+    known = {f.name for f in dataclasses.fields(TrainConfig)} - {"resume", "init", "dry_run"}
+    return {name: value for name, value in json.loads(file.read_text()).items() if name in known} | {"out": str(out)}
+
+
+if __name__ == "__main__":
+    command_line.run(main)
