@@ -47,7 +47,8 @@ class Context:
         self.T, self.past = T, past
         position = torch.arange(past, past + T, device=device)
         # One table for full and one for windowed blocks; the base is read now, since it changes between training phases.
-        self.rope = [rope_table(position, theta, config.rotary_dim) for theta in (config.rope_theta, config.local_rope_theta)]
+        bases = (config.rope_theta,) if config.sliding_window is None else (config.rope_theta, config.local_rope_theta)
+        self.rope = [rope_table(position, theta, config.rotary_dim) for theta in bases]
         self.masks = {window: attention_mask(past, position, window, segments) for window in {None, config.sliding_window}}
         self.keep = None if segments is None else (segments[:, past:] >= 0).flatten()      # (N,): False for padding
         # same[j - 1] (B, T, 1): may token t look j tokens back? Only inside its own segment.
@@ -262,3 +263,33 @@ class Cache:
 
     def advance(self, T):
         self._length += T
+
+
+def demonstrate():
+    """What CCA does to a sequence: how far one token's change reaches in q, k and v, and the size of the decoding cache."""
+    from model import ZAYAConfig
+    config = ZAYAConfig.preset("laptop")
+    torch.manual_seed(0)
+    cca = CCA(config)
+    for conv in (cca.conv_qk_depthwise, cca.conv_qk_grouped):       # as if trained: at the start they are close to zero
+        nn.init.normal_(conv.weight, std=0.5)
+    x = torch.randn(1, 8, config.hidden_size)
+    changed = x.clone()
+    changed[0, 3] += 1
+    context = Context(config, (1, 8), 0, None, x.device)
+    print("token 3 of 8 is changed; which positions of q, k and v move?")
+    with torch.no_grad():
+        for name, a, b in zip("qkv", cca.qkv(x, context), cca.qkv(changed, context)):
+            for head in (0, a.shape[1] - 1):
+                moved = (a != b).any(-1)[0, head]
+                print(f"  {name}, head {head}: " + " ".join("#" if m else "." for m in moved.tolist()))
+    print("q and k: the convolutions reach two tokens on. v: head 0 holds the token itself, head 1 the one before.")
+    big = ZAYAConfig.preset("zaya1_8b")
+    ours, mha = 2 * big.num_kv_heads * big.head_dim, 2 * big.hidden_size
+    state = (big.taps - 1) * (big.num_heads + big.num_kv_heads) * big.head_dim + big.num_kv_heads * big.head_dim // 2
+    print(f"cache of one block of the 8B model: {ours} values a token, {mha} for multi-head attention of the same width "
+          f"({mha // ours} times as many), plus {state} values once for the convolutions and the value shift")
+
+
+if __name__ == "__main__":
+    demonstrate()

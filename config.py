@@ -54,13 +54,17 @@ def parse(prog, description, argv, *classes, without=(), **defaults):
 
 
 def add_flag(group, field, hint, default):
-    """--field-name for one field; bool fields get --no-field-name too; X | None takes the word none."""
+    """--field-name for one field; bool fields get --no-field-name too; X | None takes the word none; list
+    fields collect the texts of a flag that is given several times."""
     flag, help = "--" + field.name.replace("_", "-"), field.metadata["help"] + f" (default: {default})"
     if hint is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=help)
         return
     optional = type(None) in typing.get_args(hint)
     kind = next((t for t in typing.get_args(hint) if t is not type(None)), hint) if optional else hint
+    if kind is list:
+        group.add_argument(flag, action="append", default=default, metavar="TEXT", help=help)
+        return
     group.add_argument(flag, type=converter(kind, optional), default=default, choices=field.metadata["choices"], help=help,
                        metavar=None if field.metadata["choices"] else kind.__name__.upper())
 

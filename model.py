@@ -26,6 +26,7 @@ Left out: multi-GPU splits of the model itself. 192 GB a GPU hold it whole; trai
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -129,7 +130,9 @@ ZAYA1_8B = dict(vocab_size=262_272, hidden_size=2048, num_blocks=40, num_heads=8
 PRESETS = {
     "tiny": dict(vocab_size=257, hidden_size=32, num_blocks=2, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=4,
                  expert_hidden_size=48, router_hidden_size=24, max_seq_len=256),
-    "laptop": dict(),       # the defaults above
+    # The defaults above. init_std keeps the gain of the published matrices, 0.02 at width 2048, at width 192: the routers' first
+    # probabilities then differ between tokens by more than one balancing step, or all tokens would follow the bias together.
+    "laptop": dict(init_std=0.065),
     "zaya1_8b": ZAYA1_8B,
     # Windowed blocks see 4096 earlier tokens and their own.
     "zaya1_74b": {**ZAYA1_8B, "hidden_size": 4096, "num_blocks": 60, "num_heads": 16, "num_experts": 24,
@@ -155,6 +158,9 @@ class ResidualScaling(nn.Module):
         return h + (residual + self.residual_bias) * self.residual_scale
 
 
+FEW_SLOTS = 8       # rows up to which experts are called one by one in decoding: sorting costs more than it joins
+
+
 class Experts(nn.Module):
     """E SwiGLU experts, one stacked tensor per projection: an idle expert then has a gradient, and it is exactly zero."""
 
@@ -163,17 +169,16 @@ class Experts(nn.Module):
         E, F_, D = config.num_experts, config.expert_hidden_size, config.hidden_size
         self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * F_, D))                 # gate rows first
         self.down_proj = nn.Parameter(torch.empty(E, D, F_))
+        self.activation = kernels_hip.swiglu      # of [gate, up] (S, 2 F) -> (S, F)
 
     def forward(self, rows, offsets):
         """rows (S, D) in expert order, offsets (E,) inclusive ends -> (S, D). Rows past the last offset come out undefined."""
-        h = swiglu(grouped_linear(rows, self.gate_up_proj, offsets))
+        h = self.activation(grouped_linear(rows, self.gate_up_proj, offsets))
         return grouped_linear(h, self.down_proj, offsets)
 
-
-def swiglu(gate_up):
-    """silu(gate) * up of the two halves of (S, 2 F) -> (S, F)."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    def single(self, x, e):
+        """Expert e alone: (..., D) -> (..., D)."""
+        return F.linear(kernels_hip.swiglu(F.linear(x, self.gate_up_proj[e])), self.down_proj[e])
 
 
 def grouped_linear(x, weight, offsets):
@@ -205,9 +210,20 @@ class MoE(nn.Module):
 
     def visit(self, x_ND, p_NK, experts_NK):
         """Each token's rows go to its experts and come back weighted: (N, D) -> (N, D)."""
+        if 0 < experts_NK.numel() <= FEW_SLOTS and x_ND.device.type == "cpu" and not torch.is_grad_enabled():
+            return self.visit_few(x_ND, p_NK, experts_NK)
         rows, offsets, positions = kernels_hip.dispatch(x_ND, experts_NK, self.num_experts)
         rows = self.experts(rows, offsets)
         return kernels_hip.combine(rows, p_NK, positions, x_ND if self.skip_is_identity else None)
+
+    def visit_few(self, x_ND, p_NK, experts_NK):
+        """`visit` for a decoding step on a CPU, slot by slot: it reads the chosen experts' weights and nothing else."""
+        wide, outputs = torch.promote_types(x_ND.dtype, torch.float32), []
+        for x_1D, experts, weights in zip(x_ND.split(1), experts_NK.tolist(), p_NK.tolist()):
+            skip = x_1D if self.skip_is_identity else torch.zeros_like(x_1D)
+            rows = [self.experts.single(x_1D, e) if e < self.num_experts else skip for e in experts]
+            outputs.append(sum(row.to(wide) * p for row, p in zip(rows, weights)))
+        return torch.cat(outputs).to(x_ND.dtype)
 
     def forward(self, x, r=None):
         """x (B, T, D), r (N, R) of the previous block or None -> y (B, T, D), r (N, R)."""
@@ -241,7 +257,8 @@ class Block(nn.Module):
         attend_and_route = self.compiled if self.compiled and torch.is_grad_enabled() else Block.attend_and_route
         residual, x_ND, p_NK, experts_NK, r = attend_and_route(self, residual, r, context, state)
         h = self.mlp.visit(x_ND, p_NK, experts_NK).view_as(residual)
-        return self.post_mlp_residual_scale(h, residual), r, count(experts_NK, self.num_classes, context.keep)
+        load = count(experts_NK, self.num_classes, context.keep) if self.training else None
+        return self.post_mlp_residual_scale(h, residual), r, load
 
 
 def norm(layer, residual):
@@ -320,6 +337,9 @@ class ZAYA(nn.Module):
         few. Expert products stay outside: their row counts are data. The first step then takes some seconds longer."""
         for block in self.blocks:
             block.compiled = torch.compile(Block.attend_and_route, dynamic=False)
+            block.post_mlp_residual_scale.compile(dynamic=False)
+            if self.norm.weight.device.type == "cpu":
+                block.mlp.experts.activation = torch.compile(kernels_hip.swiglu_ref, dynamic=False)
 
     def logits(self, h):
         """Tied head: h (..., D) -> (..., V) float32."""
@@ -354,24 +374,42 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         grads = any(ctx.needs_input_grad[:2])
         grad_h = torch.zeros_like(h_ND) if grads else None
         grad_w = torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32)) if grads else None
-        kept = (targets_N >= 0)
-        total, scale = h.new_zeros((), dtype=torch.promote_types(dtype, torch.float32)), 1 / kept.sum().clamp(min=1)
-        for rows in range(0, len(h), chunk):
-            part, keep = slice(rows, rows + chunk), kept[rows:rows + chunk, None]
-            target = targets_N[part, None].clamp(min=0)
-            logits = (h[part] @ w.t()).to(total.dtype)                              # (chunk, V)
-            lse = logits.logsumexp(1, keepdim=True)
-            total += ((lse - logits.gather(1, target)) * keep).sum()
+        scale_N = (targets_N >= 0) / (targets_N >= 0).sum().clamp(min=1)            # 1 / kept, and 0 for the ignored
+        total = h.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
+        for start in range(0, len(h), chunk):
+            part = slice(start, start + chunk)
+            target, scale = targets_N[part, None].clamp(min=0), scale_N[part, None].to(total.dtype)
+            log_p = (h[part] @ w.t()).to(total.dtype).log_softmax(1)                # (chunk, V)
+            total -= (log_p.gather(1, target) * scale).sum()
             if grads:
-                logits.sub_(lse).exp_().scatter_add_(1, target, torch.full_like(lse, -1.0)).mul_(keep * scale)
-                logits = logits.to(dtype)
-                grad_h[part] = logits @ w
-                grad_w += logits.t() @ h[part]
+                slope = log_p.exp_().scatter_add_(1, target, torch.full_like(scale, -1.0)).to(dtype)
+                grad_h[part] = (slope @ w) * scale
+                grad_w += slope.t() @ (h[part] * scale).to(dtype)
         ctx.grads = grad_h, grad_w
-        return total * scale
+        return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         grad_h, grad_w = ctx.grads
         return grad_h * grad.to(grad_h.dtype), grad_w.mul_(grad).to(grad_h.dtype), None, None
+
+
+def demonstrate():
+    """The laptop preset as a tree of shapes, and the published sizes, counted without memory."""
+    model = ZAYA(ZAYAConfig.preset("laptop"))
+    print("the laptop preset; one of its blocks whole:")
+    for name, p in model.named_parameters():
+        if not name.startswith("blocks.") or name.startswith("blocks.1."):
+            print(f"  {name:60s} {str(tuple(p.shape)):18s} {p.numel():>9,}")
+    for name in PRESETS:
+        with torch.device("meta"):
+            m = ZAYA(ZAYAConfig.preset(name))
+        print(f"{name:10s} {m.num_parameters():>15,} parameters, {m.num_parameters(embedding=False):>15,} without the embedding, "
+              f"{m.num_parameters(active=True, embedding=False):>13,} of them active for a token")
+    _, loss = model(torch.randint(0, 1024, (2, 64)), torch.randint(0, 1024, (2, 64)))
+    print(f"loss of the untrained model {loss.item():.3f} nats; log(vocabulary) is {math.log(1024):.3f}")
+
+
+if __name__ == "__main__":
+    demonstrate()

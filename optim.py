@@ -120,7 +120,7 @@ def groups(model):
             continue
         if p.dim() < 2:
             lists["plain"].append((name, p))
-        elif name.startswith("embed_tokens") or ".conv_" in name:
+        elif name.startswith("embed") or ".conv_" in name:
             lists["adamw"].append((name, p))
         else:
             lists["muon"].append((name, p))
@@ -157,3 +157,18 @@ def lr_at(progress, start, end, warmup=0.0):
         return start * progress / warmup
     along = (progress - warmup) / max(1 - warmup, 1e-12)
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(along, 1.0)))
+
+
+def demonstrate():
+    """What Newton-Schulz does to a matrix: its singular values before and after each step."""
+    torch.manual_seed(0)
+    U = torch.randn(1, 64, 96) @ torch.diag(torch.logspace(0, -1, 96))
+    print("steps  largest and smallest singular value of X")
+    for steps in range(7):
+        values = torch.linalg.svdvals(newton_schulz(U, steps)[0])
+        print(f"{steps:5d}  {values.max():.3f}  {values.min():.4f}")
+    print("after five, every direction of the gradient moves the weights by about the same amount")
+
+
+if __name__ == "__main__":
+    demonstrate()

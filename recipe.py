@@ -41,7 +41,7 @@ class TrainConfig:
     weight_decay: float = option(0.1, "decoupled decay of matrices, embedding and convolutions")
     ns_steps: int = option(5, "Newton-Schulz steps of Muon")
     grad_clip: float = option(1.0, "largest gradient norm")
-    balance_lr: float = option(0.01, "learning rate of the balancing biases, following the schedule; 0: no balancing")
+    balance_lr: float = option(0.02, "learning rate of the balancing biases, following the schedule; 0: no balancing")
     seed: int = option(1337, "of the initial weights and of the order of the data")
     eval_every: int = option(100, "steps between validations; 0: only at the end")
     eval_tokens: int = option(32_768, "tokens of a validation while training; the last one reads four times as many")
@@ -79,9 +79,9 @@ RECIPES = {
     # The published shape of training in minutes: two phases at a short context, then a longer one with a larger RoPE base.
     # The published form in minutes: two phases at a short context, then a longer one with a larger RoPE base.
     "laptop": [
-        Phase("pretrain 1", 1.4e6, 4096, 128, 1e4, 0.02, 0.012, 0.05, ANY),
-        Phase("pretrain 2", 0.7e6, 4096, 128, 1e4, 0.012, 0.004, 0.0, ANY),
-        Phase("midtrain", 0.5e6, 4096, 256, 4e4, 0.004, 0.0005, 0.0, ANY)],
+        Phase("pretrain 1", 1.4e6, 4096, 128, 1e4, 0.012, 0.008, 0.05, ANY),
+        Phase("pretrain 2", 0.7e6, 4096, 128, 1e4, 0.008, 0.003, 0.0, ANY),
+        Phase("midtrain", 0.5e6, 4096, 256, 4e4, 0.003, 0.0003, 0.0, ANY)],
     # Published: tokens, contexts, RoPE bases, 6e-4 to 2e-4 in phase 1, 4096 sequences a step, the midtraining mix. Open, hence
     # ours: warm-up, the later rates, the batch of midtraining (one sequence for each of 1,024 GPUs: it has no context
     # parallelism here), and the weights inside phases 1 and 2.

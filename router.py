@@ -154,3 +154,27 @@ def balance_health(load_LC, num_experts):
     entropy = torch.special.entr(share_LE).sum(1) / math.log(max(num_experts, 2))
     skip = load_LC[:, num_experts:].sum(1) / load_LC.sum(1).clamp(min=1)
     return {"load_max": share_LE.amax(1) * num_experts, "entropy": entropy, "skip": skip.double()}
+
+
+def demonstrate():
+    """Balancing at work: a router that prefers two of eight experts, and what the biases do about it."""
+    from model import ZAYA, ZAYAConfig
+    torch.manual_seed(0)
+    model = ZAYA(ZAYAConfig.preset("laptop", num_blocks=1))
+    router, balancer = model.blocks[0].mlp.gate, Balancer(model, lr=0.02)
+    nn.init.normal_(router.out_proj.weight, std=2.0)
+    x_ND = torch.randn(4096, 192) + 0.3
+    print("step  tokens of each expert, skip class last            max/mean  entropy")
+    for step in range(41):
+        p_NK, experts_NK, _ = router(x_ND)
+        router.load += count(experts_NK, 9)
+        load = balancer.step()
+        if step % 10 == 0:
+            health = balance_health(load, 8)
+            print(f"{step:4d}  {' '.join(f'{n:5d}' for n in load[0].tolist())}   {health['load_max'].item():6.2f}   "
+                  f"{health['entropy'].item():6.3f}")
+    print("the weights never changed: the biases alone moved tokens, and p, which the loss sees, is as it was")
+
+
+if __name__ == "__main__":
+    demonstrate()

@@ -13,6 +13,7 @@ reads depends on (seed, phase, sample index) alone, not on the number of ranks, 
 """
 
 import csv
+import ctypes
 import dataclasses
 import json
 import math
@@ -71,10 +72,18 @@ def pick_device(cfg, local_rank):
     kind = cfg.device if cfg.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
         torch.set_flush_denormal(True)      # a denormal costs a CPU a hundred times a normal number
+        keep_freed_memory()
         return torch.device("cpu"), torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
     torch.cuda.set_device(local_rank)
     torch.backends.cuda.matmul.allow_tf32 = True
     return torch.device("cuda", local_rank), torch.float32 if cfg.dtype == "float32" else torch.bfloat16
+
+
+def keep_freed_memory():
+    """glibc returns large freed blocks to the system at once, and every step would fault its activations in again."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(-1, 2**31 - 1)         # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2**31 - 1)         # M_MMAP_THRESHOLD
 
 
 def build_model(cfg, device):

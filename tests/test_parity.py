@@ -21,22 +21,27 @@ def their_name(name):
     return "model." + name
 
 
-def twins(seed=0, dtype=torch.float32, **changes):
-    """Our model and theirs with the same weights."""
-    c = ZAYAConfig.preset("tiny", rope_theta=5e6, **changes)
+def transformers_twin(ours, **settings):
+    """Their model with our shape and weights."""
+    c = ours.config
     rope = lambda theta: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": c.rope_fraction}
-    theirs = transformers.ZayaForCausalLM(transformers.ZayaConfig(
+    config = transformers.ZayaConfig(
         vocab_size=c.vocab_size, hidden_size=c.hidden_size, num_hidden_layers=c.num_blocks, num_attention_heads=c.num_heads,
         num_key_value_heads=c.num_kv_heads, head_dim=c.head_dim, num_experts=c.num_experts, rms_norm_eps=c.norm_eps,
         moe_intermediate_size=c.expert_hidden_size, router_hidden_size=c.router_hidden_size, sliding_window=c.sliding_window,
         cca_time0=c.conv_kernels[0], cca_time1=c.conv_kernels[1], max_position_embeddings=c.max_seq_len, eos_token_id=None,
         rope_parameters={"hybrid": rope(c.rope_theta), "hybrid_sliding": rope(c.local_rope_theta)},
-        layer_types=["hybrid_sliding" if c.is_sliding(i) else "hybrid" for i in range(c.num_blocks)]))
-    ours = randomised(ZAYA(c), seed)
-    state = {their_name(name): tensor for name, tensor in ours.state_dict().items()}
-    missing, unexpected = theirs.load_state_dict(state, strict=False)
+        layer_types=["hybrid_sliding" if c.is_sliding(i) else "hybrid" for i in range(c.num_blocks)])
+    theirs = transformers.ZayaForCausalLM._from_config(config, **settings)
+    missing, unexpected = theirs.load_state_dict({their_name(k): v for k, v in ours.state_dict().items()}, strict=False)
     assert set(missing) <= {"lm_head.weight"} and not unexpected
-    return ours.to(dtype), theirs.to(dtype)
+    return theirs
+
+
+def twins(seed=0, **changes):
+    """Our model and theirs with the same weights of trained-like size."""
+    ours = randomised(ZAYA(ZAYAConfig.preset("tiny", rope_theta=5e6, **changes)), seed)
+    return ours, transformers_twin(ours)
 
 
 SHAPES = {

@@ -1,0 +1,130 @@
+"""Our model against transformers' ZAYA of the same shape, weights, batch and dtype, and the MoE against dense products.
+
+    python benchmarks/speed.py            all three comparisons; --rounds N for more repetitions
+
+Outputs are compared first, and a difference ends the script with status 1: a fast path that computes something else is no fast
+path. Then the two sides take turns, so that a noisy machine is noisy for both, and medians and their ratio are printed.
+
+  step      forward, backward and AdamW of the laptop preset, float32
+  decode    tokens a second at batch 1 with a cache, greedy
+  moe       the MoE sublayer, forward and backward, against dense matrix products with the same floating-point operations
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+from model import ZAYA, ZAYAConfig  # noqa: E402
+from sample import generate  # noqa: E402
+from test_parity import transformers_twin  # noqa: E402
+from train import keep_freed_memory  # noqa: E402
+
+B, T = 16, 128
+
+
+def take_turns(sides, rounds):
+    """Median seconds of each {name: function}, called in turns; three rounds of warm-up."""
+    times = {name: [] for name in sides}
+    for i in range(rounds + 3):
+        for name, side in sides.items():
+            start = time.perf_counter()
+            side()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(t[3:]) for name, t in times.items()}
+
+
+def must_agree(what, ours, theirs, tolerance):
+    error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    print(f"{what}: relative difference {error:.1e} (allowed {tolerance:.0e})")
+    if not error <= tolerance:
+        sys.exit(f"{what} differ: no speed is worth that")
+
+
+def stepper(parameters, loss):
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+    def step():
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return step
+
+
+def compare_step(ours, theirs, compiled, rounds):
+    g = torch.Generator().manual_seed(0)
+    x, y = (torch.randint(0, ours.config.vocab_size, (B, T), generator=g) for _ in range(2))
+    must_agree("logits", ours(x)[0], theirs(x).logits, 1e-4)
+    loss = lambda: F.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten())
+    must_agree("loss", ours(x, y)[1], loss(), 1e-5)
+    must_agree("compiled loss", compiled(x, y)[1], loss(), 1e-5)
+    seconds = take_turns({"ours, compiled": stepper(compiled.parameters(), lambda: compiled(x, y)[1]),
+                          "ours, eager": stepper(ours.parameters(), lambda: ours(x, y)[1]),
+                          "transformers, grouped_mm": stepper(theirs.parameters(), loss)}, rounds)
+    report("step", {name: f"{s * 1e3:.0f} ms" for name, s in seconds.items()}, seconds, "transformers, grouped_mm")
+
+
+def compare_decode(ours, theirs, rounds, new=64):
+    prompt = torch.randint(1, ours.config.vocab_size, (1, 16), generator=torch.Generator().manual_seed(1))
+    mine = lambda: generate(ours, prompt.tolist(), new, temperature=0)[0]
+    others = lambda: theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, min_new_tokens=new,
+                                     do_sample=False)[0, 16:].tolist()
+    if mine() != others():
+        sys.exit("greedy tokens differ: no speed is worth that")
+    seconds = take_turns({"ours": mine, "transformers": others}, rounds)
+    report("decode", {name: f"{new / s:.0f} tokens/s" for name, s in seconds.items()}, seconds, "transformers")
+
+
+def compare_moe(model, rounds):
+    c, moe = model.config, model.blocks[1].mlp
+    x, r = torch.randn(B, T, c.hidden_size, requires_grad=True), torch.randn(B * T, c.router_hidden_size)
+    R, F_, D = c.router_hidden_size, c.expert_hidden_size, c.hidden_size
+    shapes = [(D, R), (R, R), (R, R), (R, c.num_classes), (D, 2 * F_), (F_, D)]     # router and one expert, as plain matrices
+    pairs = [(torch.randn(B * T, i, requires_grad=True), torch.randn(i, o, requires_grad=True)) for i, o in shapes]
+    up = torch.randn(B, T, D)
+
+    def sublayer():
+        moe(x, r)[0].backward(up)
+
+    def products():
+        for a, w in pairs:
+            y = a @ w
+            y.backward(torch.ones_like(y))
+    seconds = take_turns({"MoE sublayer": sublayer, "dense products": products}, rounds * 4)
+    report("moe", {name: f"{s * 1e3:.1f} ms" for name, s in seconds.items()}, seconds, "dense products")
+
+
+def report(what, shown, seconds, base):
+    for name in seconds:
+        print(f"{what:7s} {name:26s} {shown[name]:>14s}   ratio {seconds[name] / seconds[base]:.2f}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    rounds = parser.parse_args().rounds
+    torch.set_flush_denormal(True)
+    keep_freed_memory()
+    config = ZAYAConfig.preset("laptop")
+    torch.manual_seed(0)
+    ours, compiled = ZAYA(config), ZAYA(config)
+    compiled.load_state_dict(ours.state_dict())
+    theirs = transformers_twin(ours, experts_implementation="grouped_mm")
+    compiled.compile_blocks()
+    print(f"{ours.num_parameters():,} parameters, {B} x {T} tokens, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    compare_step(ours, theirs, compiled, rounds)
+    compare_decode(ours.eval(), theirs.eval(), max(3, rounds // 4))
+    compare_moe(ours.train(), rounds)
+
+
+if __name__ == "__main__":
+    main()

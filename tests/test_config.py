@@ -1,0 +1,56 @@
+"""Dataclasses as command lines."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+
+import config
+from config import option
+from model import ZAYAConfig
+from recipe import TrainConfig
+
+
+@dataclass
+class Example:
+    rate: float = option(0.5, "a number")
+    count: int | None = option(None, "a whole number or none")
+    kinds: tuple = option((2, 2), "numbers")
+    kind: str = option("a", "a choice", ("a", "b"))
+    on: bool = option(True, "a switch")
+    hidden: object = option(None, None)
+
+    def __post_init__(self):
+        if self.rate > 1:
+            raise ValueError(f"rate is {self.rate}, it must be at most 1")
+
+
+def test_flags_set_fields():
+    parsed, = config.parse("x", "", ["--rate=0.25", "--count", "3", "--kinds=1,2,3", "--kind=b", "--no-on"], Example)
+    assert parsed == Example(0.25, 3, (1, 2, 3), "b", False)
+    assert config.parse("x", "", ["--count=none", "--kinds="], Example)[0] == Example(kinds=())
+
+
+def test_defaults_may_be_replaced_and_flags_still_win():
+    assert config.parse("x", "", [], Example, rate=0.1)[0].rate == 0.1
+    assert config.parse("x", "", ["--rate=0.2"], Example, rate=0.1)[0].rate == 0.2
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--rat=1"], "did you mean --rate"), (["--rate=x"], "number"), (["--rate"], "expected one argument"), (["--kind=c"], "'a', 'b'"),
+    (["--count=1.5"], "whole number"), (["--kinds=a"], "2,2"), (["--rate=3"], "at most 1"), (["stray"], "stray"),
+    (["--hidden=1"], "unknown flag --hidden")])
+def test_mistakes_end_in_one_line_and_status_2(argv, words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        config.parse("x", "", argv, Example)
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and len(said.strip().splitlines()) == 1 and words in said, said
+
+
+def test_every_flag_is_in_the_help_with_its_default(capsys):
+    with pytest.raises(SystemExit):
+        config.parse("train.py", "", ["--help"], TrainConfig, ZAYAConfig)
+    shown = " ".join(capsys.readouterr().out.split())
+    for field in (*dataclasses.fields(TrainConfig), *dataclasses.fields(ZAYAConfig)):
+        if field.metadata["help"]:
+            assert f"--{field.name.replace('_', '-')}" in shown and f"(default: {field.default})" in shown, field.name
