@@ -53,7 +53,7 @@ def open_sources(cfg, phases):
     parts = cfg.data.split(",") if "=" in cfg.data else [f"text={cfg.data}"]
     paths = dict(part.split("=", 1) for part in parts)
     first = data.load(next(iter(paths.values())), cfg.tokenizer)
-    sets = {name: first if i == 0 else data.load(path, first.tokenizer) for i, (name, path) in enumerate(paths.items())}
+    sets = {name: first if i == 0 else data.load(path, first.tokenizer.spec) for i, (name, path) in enumerate(paths.items())}
     streams = []
     for _, _, p in phases:
         mix = p.mix if len(sets) > 1 else dict.fromkeys(sets, 1.0)      # a single source serves every phase

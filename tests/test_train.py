@@ -161,6 +161,20 @@ def test_phases_change_context_rope_and_rate(text, monkeypatch):
     assert config["rope_theta"] == 1e6 and config["max_seq_len"] == 64
 
 
+def test_several_sources_are_mixed_as_the_phase_says(text, tmp_path, monkeypatch):
+    (tmp_path / "digits.txt").write_text("0123456789 " * 3000)
+    phases = [Phase("mixed", 1536, 256, 16, 1e4, 0.02, 0.01, 0.1, {"words": 3.0, "digits": 1.0})]
+    monkeypatch.setitem(recipe.RECIPES, "laptop", phases)
+    cfg = TrainConfig(**{**SMALL, "tokens": None, "seq_len": None, "batch_tokens": None, "out": "run",
+                         "data": f"words={text},digits={tmp_path / 'digits.txt'}"})
+    run = train.Run(cfg, 0, 1, 0)
+    x, _ = train.data.windows(run.streams[0], range(1000), 16, 0)
+    digits = int(((x >= ord("0")) & (x <= ord("9"))).any(1).sum())
+    assert digits == 250, "a quarter of every thousand samples"
+    with pytest.raises(ValueError, match="names no digits"):
+        go(text, "other", data=f"words={text},letters={text}", tokens=None, seq_len=None, batch_tokens=None)
+
+
 def test_not_finite_gradient_changes_nothing(text, monkeypatch):
     real, states = train.Run.gradients, []
 

@@ -1,0 +1,55 @@
+"""What the README says of files, flags and commands is true. `python tests/test_readme.py` rewrites its line counts."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+ROW = re.compile(r"^\| (\w+\.py) \| (\d+) \|", re.M)
+
+
+def lines(name):
+    return len((ROOT / name).read_text().splitlines())
+
+
+def test_map_lists_every_file_with_its_length():
+    rows = {name: int(n) for name, n in ROW.findall(README.read_text())}
+    assert set(rows) == {f.name for f in ROOT.glob("*.py")}
+    wrong = {name: (n, lines(name)) for name, n in rows.items() if n != lines(name)}
+    assert not wrong, f"README against file: {wrong}; python tests/test_readme.py mends it"
+
+
+def test_functions_named_in_the_walk_exist():
+    walk = README.read_text().split("one token's way")[1].split("## I want to")[0]
+    sources = "\n".join(f.read_text() for f in ROOT.glob("*.py"))
+    for name in re.findall(r"`(?:\w+\.)?(\w+)`", walk):
+        assert re.search(rf"(def|class) {name}\b", sources), f"{name} is in the README and nowhere else"
+
+
+def commands():
+    text = README.read_text().replace("\\\n", " ")
+    return sorted(set(re.findall(r"python (\w+\.py(?: [^`#\n|]*)?)", text)))
+
+
+@pytest.mark.parametrize("command", commands())
+def test_flags_of_every_command_exist(command, capsys):
+    program, *args = shlex.split(command)
+    if program not in ("train.py", "sample.py"):
+        assert (ROOT / program).exists()
+        return
+    import config
+    import recipe
+    import sample
+    from model import ZAYAConfig
+    classes = (recipe.TrainConfig, ZAYAConfig) if program == "train.py" else (sample.SampleConfig,)
+    if "--help" not in args:
+        config.parse(program, "", [a for a in args if a != "..."], *classes)
+
+
+if __name__ == "__main__":
+    README.write_text(ROW.sub(lambda m: f"| {m[1]} | {lines(m[1])} |", README.read_text()))
+    sys.exit(0)
