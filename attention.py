@@ -1,32 +1,38 @@
 """Compressed convolutional attention (CCA) with grouped heads, the attention of ZAYA1.
 
-Queries, keys and values are projected to a few narrow heads and attention runs in that compressed space; two short causal
-convolutions, a mean of queries and keys and a one-token value shift give back what the compression takes away.
+Queries, keys and values are projected to a few narrow heads and attention runs in that compressed space; two
+short causal convolutions, a mean of queries and keys and a one-token value shift give back what the
+compression takes away.
 
 Per token t, x_t of width D, query heads h = 1..H, kv heads g = 1..G, g(h) the kv head of query head h:
 
   (1)  z_t = [q0_t, k0_t] = [W_q x_t, W_k x_t]                                projection, (H + G) K channels
-  (2)  c   = conv_grouped(conv_depthwise(z))                                  causal; z is zero before the first token
+  (2)  c   = conv_grouped(conv_depthwise(z))                                  causal; z is zero before the
+                                                                              first token
   (3)  m_q[h] = (q0[h] + k0[g(h)]) / 2,   m_k[g] = mean of m_q over g's heads   q-k mean
        q = c_q + m_q,   k = c_k + m_k
-  (4)  q <- sqrt(K) q / |q|,   k <- T_g sqrt(K) k / |k|                       per head; T_g: learned temperature
-  (5)  q, k <- RoPE(q), RoPE(k)                                               on the first half of each head's channels
+  (4)  q <- sqrt(K) q / |q|,   k <- T_g sqrt(K) k / |k|                       per head; T_g: learned
+                                                                              temperature
+  (5)  q, k <- RoPE(q), RoPE(k)                                               on the first half of each head's
+                                                                              channels
   (6)  v_t = [W_v1 x_t, W_v2 x_(t-1)],   x_(-1) = 0                            value shift
   (7)  o = W_o softmax(q k^T / sqrt(K)) v                                     causal, heads shared in groups
 
 Papers: CCA, arXiv 2510.04476, section 3 (1-7); ZAYA1, arXiv 2511.17127, section 3 (the sizes).
 
-Glossary: q_proj W_q, k_proj W_k, v_proj_current W_v1, v_proj_delayed W_v2, o_proj W_o, conv_qk_depthwise and conv_qk_grouped the
-two convolutions of (2), temp T. Letters: B batch, T time, D hidden size, H query heads, G kv heads, K head dim.
+Glossary: q_proj W_q, k_proj W_k, v_proj_current W_v1, v_proj_delayed W_v2, o_proj W_o, conv_qk_depthwise and
+conv_qk_grouped the two convolutions of (2), temp T. Letters: B batch, T time, D hidden size, H query heads, G
+kv heads, K head dim.
 
-Both convolutions are linear with nothing between them, so they are computed as one, exactly (`CCA.folded`): lag j of the composite
-has the K x K matrix W_j per head, and z_(t-j) is simply masked where t-j lies in another segment. Isolating packed documents and
-left padding is then one mask, and the decoding state is the last columns of z.
+Both convolutions are linear with nothing between them, so they are computed as one, exactly (`CCA.folded`):
+lag j of the composite has the K x K matrix W_j per head, and z_(t-j) is simply masked where t-j lies in
+another segment. Isolating packed documents and left padding is then one mask, and the decoding state is the
+last columns of z.
 
-Departures. T is stored raw, as in the released weights; the CCA paper writes exp(beta). It starts at 1: at 0, where the public
-port starts it, keys vanish and q, k and the convolutions get no gradient. conv_kernels=(), qk_mean=False, value_shift=False leaves
-plain grouped-query attention with normalised q and k (and multi-head attention when G = H).
-Left out: the fused CCA kernel and context parallelism of the papers.
+Departures. T is stored raw, as in the released weights; the CCA paper writes exp(beta). It starts at 1: at 0,
+where the public port starts it, keys vanish and q, k and the convolutions get no gradient. conv_kernels=(),
+qk_mean=False, value_shift=False leaves plain grouped-query attention with normalised q and k (and multi-head
+attention when G = H). Left out: the fused CCA kernel and context parallelism of the papers.
 """
 
 import math
@@ -46,26 +52,42 @@ class Context:
         B, T = tokens_shape
         self.T, self.past = T, past
         position = torch.arange(past, past + T, device=device)
-        # One table for full and one for windowed blocks; the base is read now, since it changes between training phases.
-        bases = (config.rope_theta,) if config.sliding_window is None else (config.rope_theta, config.local_rope_theta)
+        # One table for full and one for windowed blocks; the base is read now, since it changes between
+        # training phases.
+        bases = (
+            (config.rope_theta,)
+            if config.sliding_window is None
+            else (config.rope_theta, config.local_rope_theta)
+        )
         self.rope = [rope_table(position, theta, config.rotary_dim) for theta in bases]
-        self.masks = {window: attention_mask(past, position, window, segments) for window in {None, config.sliding_window}}
-        self.keep = None if segments is None else (segments[:, past:] >= 0).flatten()      # (N,): False for padding
+        self.masks = {
+            window: attention_mask(past, position, window, segments)
+            for window in {None, config.sliding_window}
+        }
+        # (N,): False for padding
+        self.keep = None if segments is None else (segments[:, past:] >= 0).flatten()
         # same[j - 1] (B, T, 1): may token t look j tokens back? Only inside its own segment.
-        self.same = None if segments is None else [lag_mask(segments, j, T) for j in range(1, config.lags + 1)]
+        self.same = (
+            None if segments is None else [lag_mask(segments, j, T) for j in range(1, config.lags + 1)]
+        )
 
 
 def rope_table(position, theta, rotary_dim):
-    """Rotary angles, equation (5): cos and sin, each (T, rotary_dim / 2) float32, of position * theta^(-2i / rotary_dim)."""
-    inverse = theta ** (-torch.arange(0, rotary_dim, 2, device=position.device, dtype=torch.float32) / rotary_dim)
+    """Rotary angles, equation (5): cos and sin, each (T, rotary_dim / 2) float32, of position * theta^(-2i /
+    rotary_dim)."""
+    inverse = theta ** (
+        -torch.arange(0, rotary_dim, 2, device=position.device, dtype=torch.float32) / rotary_dim
+    )
     angle = position[:, None].float() * inverse
     return angle.cos(), angle.sin()
 
 
 def attention_mask(past, position, window, segments):
-    """Which of the S = past + T keys each of the T queries may see: bool, (T, S) or (B, 1, T, S). None: plain causal or all.
+    """Which of the S = past + T keys each of the T queries may see: bool, (T, S) or (B, 1, T, S). None: plain
+    causal or all.
 
-    Built by hand whenever tokens are cached: with T != S, SDPA's is_causal would align the two at their first token.
+    Built by hand whenever tokens are cached: with T != S, SDPA's is_causal would align the two at their first
+    token.
     """
     T = len(position)
     key = torch.arange(past + T, device=position.device)
@@ -83,13 +105,15 @@ def attention_mask(past, position, window, segments):
 
 
 def lag_mask(segments, lag, T):
-    """(B, T, 1) bool: token t and the token `lag` before it lie in the same segment. segments (B, S), its last T columns now."""
+    """(B, T, 1) bool: token t and the token `lag` before it lie in the same segment. segments (B, S), its
+    last T columns now."""
     earlier = F.pad(segments, (lag, 0), value=torch.iinfo(segments.dtype).min)[:, :-lag]
     return (segments == earlier)[:, segments.shape[1] - T:, None]
 
 
 def rotate(x, cos, sin):
-    """Equation (5): turn channel pairs (i, i + rotary_dim/2) of x (..., T, K) by their angles; other channels pass."""
+    """Equation (5): turn channel pairs (i, i + rotary_dim/2) of x (..., T, K) by their angles; other channels
+    pass."""
     half = cos.shape[-1]
     x1, x2, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], dim=-1)
@@ -123,11 +147,14 @@ class CCA(nn.Module):
     def folded(self):
         """The weights as used: one input projection, and the two convolutions of (2) as one.
 
-        Returns w_in ((H + G) K + 2 (G K / 2), D); w_taps (H + G, taps * K, K), lag-major; b_taps (H + G, 1, K).
-        With depthwise lags a_i and grouped lags g_j, W_lag = sum over i + j = lag of g_j diag(a_i). The depthwise bias reaches
-        the output through every lag of the grouped convolution, on padding too: the released code pads once, before both.
+        Returns w_in ((H + G) K + 2 (G K / 2), D); w_taps (H + G, taps * K, K), lag-major; b_taps (H + G, 1,
+        K). With depthwise lags a_i and grouped lags g_j, W_lag = sum over i + j = lag of g_j diag(a_i). The
+        depthwise bias reaches the output through every lag of the grouped convolution, on padding too: the
+        released code pads once, before both.
         """
-        w_in = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj_current.weight, self.v_proj_delayed.weight])
+        w_in = torch.cat(
+            [self.q_proj.weight, self.k_proj.weight, self.v_proj_current.weight, self.v_proj_delayed.weight]
+        )
         if self.conv_qk_depthwise is None:
             return w_in, None, None
         heads, K = self.H + self.G, self.K
@@ -136,7 +163,8 @@ class CCA(nn.Module):
         if self.conv_qk_grouped is None:
             g = torch.eye(K, device=a.device, dtype=a.dtype).expand(heads, K, K)[..., None]
         else:
-            g = self.conv_qk_grouped.weight.view(heads, K, K, -1).flip(-1).transpose(1, 2)   # (heads, K_in, K_out, w1)
+            # (heads, K_in, K_out, w1)
+            g = self.conv_qk_grouped.weight.view(heads, K, K, -1).flip(-1).transpose(1, 2)
             bias = bias @ g.sum(-1) + self.conv_qk_grouped.bias.view(heads, 1, K)
         w_lag = [0] * self.taps
         for i in range(a.shape[-1]):
@@ -166,7 +194,8 @@ class CCA(nn.Module):
         return torch.cat([m_q.flatten(2, 3), m_q.mean(3)], dim=2).transpose(1, 2)
 
     def qkv(self, x, context, state=None):
-        """Equations (1) to (6): q (B, H, T, K), k and v (B, G, T, K) of the tokens in x (B, T, D), and their state."""
+        """Equations (1) to (6): q (B, H, T, K), k and v (B, G, T, K) of the tokens in x (B, T, D), and their
+        state."""
         B, T, _ = x.shape
         H, G, K = self.H, self.G, self.K
         w_in, w_taps, b_taps = self.folded() if state is None else state.folded
@@ -178,7 +207,8 @@ class CCA(nn.Module):
         qk = self.convolve(z, earlier_z, context.same, w_taps, b_taps)              # (B, H + G, T, K)
         if self.qk_mean:
             qk = qk + self.mean(z)
-        # float32: in bf16 the norm of a head would carry 3 digits, and an error in T_g scales every logit. eps keeps 0 at 0.
+        # float32: in bf16 the norm of a head would carry 3 digits, and an error in T_g scales every logit.
+        # eps keeps 0 at 0.
         qk = F.rms_norm(qk.float(), (K,), eps=1e-12)
         scale = torch.cat([self.temp.new_ones(H), self.temp]).float()
         qk = rotate(qk * scale[:, None, None], *context.rope[self.sliding]).to(z.dtype)
@@ -194,19 +224,29 @@ class CCA(nn.Module):
         return *qk.split([H, G], dim=1), v
 
     def forward(self, x, context, state=None):
-        """x (B, T, D) -> (B, T, D), equation (7). state: this block's BlockState when decoding; it is advanced by T tokens."""
+        """x (B, T, D) -> (B, T, D), equation (7). state: this block's BlockState when decoding; it is
+        advanced by T tokens."""
         q, k, v = self.qkv(x, context, state)
         if state is not None:
             k, v = state.append(k, v, context.past)
         mask = context.masks[self.window]
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and context.past == 0 and context.T > 1,
-                                           enable_gqa=True, scale=1 / math.sqrt(self.K))
+        o = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None and context.past == 0 and context.T > 1,
+            enable_gqa=True,
+            scale=1 / math.sqrt(self.K),
+        )
         return self.o_proj(o.transpose(1, 2).flatten(2))
 
 
 class BlockState:
-    """Decoding state of one block: keys and values (B, G, max_len, K), the last taps - 1 columns of z before the convolutions
-    (B, taps - 1, C), and the last token's W_v2 projection (B, 1, G K / 2): the projection, not the hidden state."""
+    """Decoding state of one block: keys and values (B, G, max_len, K), the last taps - 1 columns of z before
+    the convolutions
+    (B, taps - 1, C), and the last token's W_v2 projection (B, 1, G K / 2): the projection, not the hidden
+    state."""
 
     def __init__(self, attention, batch_size, max_len):
         self.folded = tuple(w if w is None else w.detach() for w in attention.folded())
@@ -230,10 +270,11 @@ class BlockState:
 
 
 class Cache:
-    """Decoding state of a whole model for a batch: made by ZAYA.new_cache, filled by ZAYA.forward in chunks of any size.
+    """Decoding state of a whole model for a batch: made by ZAYA.new_cache, filled by ZAYA.forward in chunks
+    of any size.
 
-    It holds the weights folded at its making: after an optimizer step make a new one. It cannot be rewound, since the
-    convolution state of an earlier token is gone; start a new one instead.
+    It holds the weights folded at its making: after an optimizer step make a new one. It cannot be rewound,
+    since the convolution state of an earlier token is gone; start a new one instead.
     """
 
     def __init__(self, attentions, batch_size, max_len):
@@ -246,16 +287,22 @@ class Cache:
         return self._length
 
     def extend(self, tokens_shape, segments):
-        """Check that (B, T) more tokens fit; returns the segments (B, length + T) of all tokens so far, or None."""
+        """Check that (B, T) more tokens fit; returns the segments (B, length + T) of all tokens so far, or
+        None."""
         B, T = tokens_shape
         if B != self.batch_size or self._length + T > self.max_len:
-            raise ValueError(f"a cache for {self.batch_size} x {self.max_len} tokens holding {self._length} cannot take "
-                             f"{B} x {T} more: make a new one with new_cache(batch_size, max_len)")
+            raise ValueError(
+                f"a cache for {self.batch_size} x {self.max_len} tokens holding {self._length} cannot take "
+                f"{B} x {T} more: make a new one with new_cache(batch_size, max_len)"
+            )
         if segments is None and self.segments is not None:
-            segments = self.segments[:, -1:].expand(B, T)       # generated tokens continue their prompt's last segment
+            # generated tokens continue their prompt's last segment
+            segments = self.segments[:, -1:].expand(B, T)
         elif segments is not None and self.segments is None:
             if self._length:
-                raise ValueError("segments were not given for the first tokens of this cache, so they cannot start now")
+                raise ValueError(
+                    "segments were not given for the first tokens of this cache, so they cannot start now"
+                )
             self.segments = segments[:, :0]
         if segments is not None:
             self.segments = torch.cat([self.segments, segments], dim=1)
@@ -266,12 +313,14 @@ class Cache:
 
 
 def demonstrate():
-    """What CCA does to a sequence: how far one token's change reaches in q, k and v, and the size of the decoding cache."""
+    """What CCA does to a sequence: how far one token's change reaches in q, k and v, and the size of the
+    decoding cache."""
     from model import ZAYAConfig
     config = ZAYAConfig.preset("laptop")
     torch.manual_seed(0)
     cca = CCA(config)
-    for conv in (cca.conv_qk_depthwise, cca.conv_qk_grouped):       # as if trained: at the start they are close to zero
+    # as if trained: at the start they are close to zero
+    for conv in (cca.conv_qk_depthwise, cca.conv_qk_grouped):
         nn.init.normal_(conv.weight, std=0.5)
     x = torch.randn(1, 8, config.hidden_size)
     changed = x.clone()
@@ -283,12 +332,20 @@ def demonstrate():
             for head in (0, a.shape[1] - 1):
                 moved = (a != b).any(-1)[0, head]
                 print(f"  {name}, head {head}: " + " ".join("#" if m else "." for m in moved.tolist()))
-    print("q and k: the convolutions reach two tokens on. v: head 0 holds the token itself, head 1 the one before.")
+    print(
+        "q and k: the convolutions reach two tokens on. v: head 0 holds the token itself, head 1 the last "
+        "one."
+    )
     big = ZAYAConfig.preset("zaya1_8b")
     ours, mha = 2 * big.num_kv_heads * big.head_dim, 2 * big.hidden_size
-    state = (big.taps - 1) * (big.num_heads + big.num_kv_heads) * big.head_dim + big.num_kv_heads * big.head_dim // 2
-    print(f"cache of one block of the 8B model: {ours} values a token, {mha} for multi-head attention of the same width "
-          f"({mha // ours} times as many), plus {state} values once for the convolutions and the value shift")
+    state = (big.taps - 1) * (
+        big.num_heads + big.num_kv_heads
+    ) * big.head_dim + big.num_kv_heads * big.head_dim // 2
+    print(
+        f"cache of one block of the 8B model: {ours} values a token, {mha} for multi-head attention of "
+        f"that width "
+        f"({mha // ours} times as many), plus {state} values once for the convolutions and the value shift"
+    )
 
 
 if __name__ == "__main__":

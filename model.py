@@ -3,25 +3,29 @@
   R_0 = (embed(tokens) + b) a                                        input affine
   for each block (one CCA sublayer and one MoE sublayer):
       R = res(CCA(norm(R)), R)                                       attention.py
-      p, e, r = router(norm(R), r)                                   router.py; r goes on to the next block's router
+      p, e, r = router(norm(R), r)                                   router.py; r goes on to the next block's
+                                                                     router
       R = res(p[e] Expert_e(norm(R)), R)                             kernels_hip.py moves the rows
   logits = norm(R) embed^T                                           tied head
 
-  res(h, R)   = (h + b_h) a_h + (R + b_r) a_r                        residual scaling, four learned vectors of width D
+  res(h, R)   = (h + b_h) a_h + (R + b_r) a_r                        residual scaling, four learned vectors of
+                                                                     width D
   Expert_e(x) = W_down (silu(W_gate x) * W_up x)                     SwiGLU
   norm(x)     = w x / sqrt(mean(x^2) + eps)                          RMSNorm
 
-The residual stream R is float32 whatever the compute dtype. The skip class of the router stands for no expert at all: its output
-is p x (skip_expert="identity": the original code and the papers) or 0 ("zero": what transformers 5 computes).
+The residual stream R is float32 whatever the compute dtype. The skip class of the router stands for no expert
+at all: its output is p x (skip_expert="identity": the original code and the papers) or 0 ("zero": what
+transformers 5 computes).
 
 Papers: ZAYA1, arXiv 2511.17127, section 3; ZAYA1-8B, 2605.05365; CCA, 2510.04476.
 
-Glossary: block.mlp.gate the router, experts.gate_up_proj [W_gate; W_up], experts.down_proj W_down, hidden_states_scale and _bias
-a_h and b_h, residual_scale and _bias a_r and b_r, input_hidden_states_scale and _bias a and b of the input. Names and shapes are
-those of the released weights. Letters: B batch, T time, N = B T tokens, D hidden size, E experts, F expert width, V vocabulary.
+Glossary: block.mlp.gate the router, experts.gate_up_proj [W_gate; W_up], experts.down_proj W_down,
+hidden_states_scale and _bias a_h and b_h, residual_scale and _bias a_r and b_r, input_hidden_states_scale and
+_bias a and b of the input. Names and shapes are those of the released weights. Letters: B batch, T time, N =
+B T tokens, D hidden size, E experts, F expert width, V vocabulary.
 
-Departures. The papers write a x + b for the residual affine; every released implementation computes (x + b) a, and so do we.
-Initialisation beyond "normal, 0.02" is not published. No dropout, as in the papers.
+Departures. The papers write a x + b for the residual affine; every released implementation computes (x + b)
+a, and so do we. Initialisation beyond "normal, 0.02" is not published. No dropout, as in the papers.
 Left out: multi-GPU splits of the model itself. 192 GB a GPU hold it whole; train.py is data parallel.
 """
 
@@ -54,15 +58,21 @@ class ZAYAConfig:
     top_k: int = option(1, "experts a token visits")
     expert_hidden_size: int = option(192, "SwiGLU width F of an expert, gate and up each")
     router_hidden_size: int = option(32, "width R of the router")
-    conv_kernels: tuple = option((2, 2), "widths of CCA's depthwise and grouped convolutions; fewer than two: an ablation")
+    conv_kernels: tuple = option(
+        (2, 2), "widths of CCA's depthwise and grouped convolutions; fewer than two: an ablation"
+    )
     rope_theta: float = option(10_000.0, "RoPE base")
     rope_fraction: float = option(0.5, "part of each head's channels that RoPE turns")
-    sliding_window: int | None = option(None, "tokens a windowed block sees, the current one included; none: all")
+    sliding_window: int | None = option(
+        None, "tokens a windowed block sees, the current one included; none: all"
+    )
     window_every: int = option(2, "with a sliding window: every n-th block has it, from block 0 on")
     local_rope_theta: float = option(10_000.0, "RoPE base of the windowed blocks")
     norm_eps: float = option(1e-5, "epsilon of RMSNorm")
     max_seq_len: int = option(4096, "longest context the model is meant for, in tokens")
-    skip_expert: str = option("identity", "the skip class gives p x, 0, or is left off", ("identity", "zero", "off"))
+    skip_expert: str = option(
+        "identity", "the skip class gives p x, 0, or is left off", ("identity", "zero", "off")
+    )
     init_std: float = option(0.02, "standard deviation of every matrix at the start")
     qk_mean: bool = option(True, "ablation: CCA's q-k mean")
     value_shift: bool = option(True, "ablation: CCA's value shift")
@@ -72,28 +82,49 @@ class ZAYAConfig:
 
     def __post_init__(self):
         self.conv_kernels = tuple(self.conv_kernels)
-        sizes = ("vocab_size", "hidden_size", "num_blocks", "num_heads", "num_kv_heads", "head_dim", "num_experts", "top_k",
-                 "expert_hidden_size", "router_hidden_size", "window_every", "max_seq_len")
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "num_blocks",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "num_experts",
+            "top_k",
+            "expert_hidden_size",
+            "router_hidden_size",
+            "window_every",
+            "max_seq_len",
+        )
         for name in sizes:
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}, it must be at least 1")
         require(self.num_heads % self.num_kv_heads == 0,
                 f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         require(self.top_k <= self.num_experts, f"top_k {self.top_k} exceeds num_experts {self.num_experts}")
         rotary = self.head_dim * self.rope_fraction
-        require(0 < self.rope_fraction <= 1 and rotary == int(rotary) and rotary % 2 == 0,
-                f"RoPE would turn {rotary:g} of {self.head_dim} channels: head_dim * rope_fraction must be even")
-        require(self.num_kv_heads * self.head_dim % 2 == 0, "num_kv_heads * head_dim must be even: the value shift halves it")
+        require(
+            0 < self.rope_fraction <= 1 and rotary == int(rotary) and rotary % 2 == 0,
+            f"RoPE would turn {rotary:g} of {self.head_dim} channels: head_dim * rope_fraction must be even",
+        )
+        require(
+            self.num_kv_heads * self.head_dim % 2 == 0,
+            "num_kv_heads * head_dim must be even: the value shift halves it",
+        )
         require(len(self.conv_kernels) <= 2 and all(w >= 1 for w in self.conv_kernels),
                 f"conv_kernels {self.conv_kernels}: up to two widths, each at least 1")
-        require(self.sliding_window is None or self.sliding_window >= 1, "sliding_window must be at least 1, or none")
+        require(
+            self.sliding_window is None or self.sliding_window >= 1,
+            "sliding_window must be at least 1, or none",
+        )
         for field in dataclasses.fields(self):
             choices = field.metadata.get("choices")
             require(not choices or getattr(self, field.name) in choices,
-                    f"{field.name} is {getattr(self, field.name)!r}, it must be one of {', '.join(choices or ())}")
+                    f"{field.name} is {getattr(self, field.name)!r}, not one of {', '.join(choices or ())}")
 
     @classmethod
     def preset(cls, name, **changes):
-        """A named shape: "tiny", "laptop", "zaya1_8b" (also ZAYA1-base), "zaya1_74b". changes: fields to set otherwise."""
+        """A named shape: "tiny", "laptop", "zaya1_8b" (also ZAYA1-base), "zaya1_74b". changes: fields to set
+        otherwise."""
         require(name in PRESETS, f"preset {name!r} is unknown, it must be one of {', '.join(PRESETS)}")
         return cls(**{**PRESETS[name], **changes})
 
@@ -125,18 +156,47 @@ def require(condition, message):
         raise ValueError(message)
 
 
-ZAYA1_8B = dict(vocab_size=262_272, hidden_size=2048, num_blocks=40, num_heads=8, num_kv_heads=2, head_dim=128, num_experts=16,
-                expert_hidden_size=2048, router_hidden_size=256, rope_theta=5e6, max_seq_len=131_072)
+ZAYA1_8B = dict(
+    vocab_size=262_272,
+    hidden_size=2048,
+    num_blocks=40,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=128,
+    num_experts=16,
+    expert_hidden_size=2048,
+    router_hidden_size=256,
+    rope_theta=5e6,
+    max_seq_len=131_072,
+)
 PRESETS = {
-    "tiny": dict(vocab_size=257, hidden_size=32, num_blocks=2, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=4,
-                 expert_hidden_size=48, router_hidden_size=24, max_seq_len=256),
-    # The defaults above. init_std keeps the gain of the published matrices, 0.02 at width 2048, at width 192: the routers' first
-    # probabilities then differ between tokens by more than one balancing step, or all tokens would follow the bias together.
+    "tiny": dict(
+        vocab_size=257,
+        hidden_size=32,
+        num_blocks=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        num_experts=4,
+        expert_hidden_size=48,
+        router_hidden_size=24,
+        max_seq_len=256,
+    ),
+    # The defaults above. init_std keeps the gain of the published matrices, 0.02 at width 2048, at width 192:
+    # the routers' first probabilities then differ between tokens by more than one balancing step, or all
+    # tokens would follow the bias together.
     "laptop": dict(init_std=0.065),
     "zaya1_8b": ZAYA1_8B,
     # Windowed blocks see 4096 earlier tokens and their own.
-    "zaya1_74b": {**ZAYA1_8B, "hidden_size": 4096, "num_blocks": 60, "num_heads": 16, "num_experts": 24,
-                  "expert_hidden_size": 4096, "sliding_window": 4097},
+    "zaya1_74b": {
+        **ZAYA1_8B,
+        "hidden_size": 4096,
+        "num_blocks": 60,
+        "num_heads": 16,
+        "num_experts": 24,
+        "expert_hidden_size": 4096,
+        "sliding_window": 4097,
+    },
 }
 
 
@@ -148,8 +208,14 @@ class ResidualScaling(nn.Module):
         D = config.hidden_size
         self.learned = config.residual_scaling
         if self.learned:
-            self.hidden_states_scale, self.hidden_states_bias = nn.Parameter(torch.ones(D)), nn.Parameter(torch.zeros(D))
-            self.residual_scale, self.residual_bias = nn.Parameter(torch.ones(D)), nn.Parameter(torch.zeros(D))
+            self.hidden_states_scale, self.hidden_states_bias = (
+                nn.Parameter(torch.ones(D)),
+                nn.Parameter(torch.zeros(D)),
+            )
+            self.residual_scale, self.residual_bias = (
+                nn.Parameter(torch.ones(D)),
+                nn.Parameter(torch.zeros(D)),
+            )
 
     def forward(self, h, residual):
         if not self.learned:
@@ -158,11 +224,12 @@ class ResidualScaling(nn.Module):
         return h + (residual + self.residual_bias) * self.residual_scale
 
 
-FEW_SLOTS = 8       # rows up to which experts are called one by one in decoding: sorting costs more than it joins
+FEW_SLOTS = 8  # rows up to which experts are called one by one in decoding: sorting costs more than it joins
 
 
 class Experts(nn.Module):
-    """E SwiGLU experts, one stacked tensor per projection: an idle expert then has a gradient, and it is exactly zero."""
+    """E SwiGLU experts, one stacked tensor per projection: an idle expert then has a gradient, and it is
+    exactly zero."""
 
     def __init__(self, config):
         super().__init__()
@@ -172,7 +239,8 @@ class Experts(nn.Module):
         self.activation = kernels_hip.swiglu      # of [gate, up] (S, 2 F) -> (S, F)
 
     def forward(self, rows, offsets):
-        """rows (S, D) in expert order, offsets (E,) inclusive ends -> (S, D). Rows past the last offset come out undefined."""
+        """rows (S, D) in expert order, offsets (E,) inclusive ends -> (S, D). Rows past the last offset come
+        out undefined."""
         h = self.activation(grouped_linear(rows, self.gate_up_proj, offsets))
         return grouped_linear(h, self.down_proj, offsets)
 
@@ -183,11 +251,13 @@ class Experts(nn.Module):
 
 def grouped_linear(x, weight, offsets):
     """x[offsets[e-1]:offsets[e]] @ weight[e]^T for every expert e: (S, I), (E, O, I) -> (S, O)."""
-    x, weight = x.to(compute_dtype(weight)), weight.to(compute_dtype(weight))      # autocast does not know grouped products
+    # autocast does not know grouped products
+    x, weight = x.to(compute_dtype(weight)), weight.to(compute_dtype(weight))
     if grouped_mm_works(x, weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
     pieces, start = [], 0
-    for w, end in zip(weight.unbind(0), offsets.tolist()):      # unbind: w[e] would write a full-size gradient per expert
+    # unbind: w[e] would write a full-size gradient per expert
+    for w, end in zip(weight.unbind(0), offsets.tolist()):
         pieces.append(x[start:end] @ w.t())
         start = end
     return torch.cat([*pieces, x.new_zeros(len(x) - start, weight.shape[1])])
@@ -217,7 +287,8 @@ class MoE(nn.Module):
         return kernels_hip.combine(rows, p_NK, positions, x_ND if self.skip_is_identity else None)
 
     def visit_few(self, x_ND, p_NK, experts_NK):
-        """`visit` for a decoding step on a CPU, slot by slot: it reads the chosen experts' weights and nothing else."""
+        """`visit` for a decoding step on a CPU, slot by slot: it reads the chosen experts' weights and
+        nothing else."""
         wide, outputs = torch.promote_types(x_ND.dtype, torch.float32), []
         for x_1D, experts, weights in zip(x_ND.split(1), experts_NK.tolist(), p_NK.tolist()):
             skip = x_1D if self.skip_is_identity else torch.zeros_like(x_1D)
@@ -247,14 +318,17 @@ class Block(nn.Module):
         self.compiled = None        # attend_and_route, compiled; see ZAYA.compile_blocks
 
     def attend_and_route(self, residual, r, context, state=None):
-        """The block up to the experts: R after attention, the experts' input x (N, D), p and experts (N, K), r."""
+        """The block up to the experts: R after attention, the experts' input x (N, D), p and experts (N, K),
+        r."""
         h = self.self_attn(norm(self.input_layernorm, residual), context, state)
         residual = self.post_attention_residual_scale(h, residual)
         x_ND = norm(self.post_attention_layernorm, residual).flatten(0, 1)
         return residual, x_ND, *self.mlp.gate(x_ND, r)
 
     def forward(self, residual, r, context, state=None):
-        attend_and_route = self.compiled if self.compiled and torch.is_grad_enabled() else Block.attend_and_route
+        attend_and_route = (
+            self.compiled if self.compiled and torch.is_grad_enabled() else Block.attend_and_route
+        )
         residual, x_ND, p_NK, experts_NK, r = attend_and_route(self, residual, r, context, state)
         h = self.mlp.visit(x_ND, p_NK, experts_NK).view_as(residual)
         load = count(experts_NK, self.num_classes, context.keep) if self.training else None
@@ -263,7 +337,9 @@ class Block(nn.Module):
 
 def norm(layer, residual):
     """RMSNorm of the float32 stream: computed in float32, returned in the compute dtype."""
-    return F.rms_norm(residual, layer.normalized_shape, layer.weight.float(), layer.eps).to(compute_dtype(layer.weight))
+    return F.rms_norm(residual, layer.normalized_shape, layer.weight.float(), layer.eps).to(
+        compute_dtype(layer.weight)
+    )
 
 
 def compute_dtype(weight):
@@ -284,7 +360,8 @@ class ZAYA(nn.Module):
         self.input_hidden_states_bias = nn.Parameter(torch.zeros(D))
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_blocks))
         self.norm = nn.RMSNorm(D, config.norm_eps)
-        self.recompute = False      # activation checkpointing: drop each block's activations, compute them again in backward
+        # activation checkpointing: drop each block's activations, compute them again in backward
+        self.recompute = False
         self.init_weights()
 
     @torch.no_grad()
@@ -299,10 +376,11 @@ class ZAYA(nn.Module):
     def forward(self, tokens, targets=None, *, segments=None, cache=None):
         """Next-token logits, or the mean loss where targets are given.
 
-        tokens (B, T) int64; targets (B, T) int64, -1 ignored; segments (B, T) int64: a token sees only its own segment, in
-        attention, convolutions and delayed value alike, and negative means padding; cache: from new_cache, advanced by T.
-        Returns (logits (B, T, V) float32, None) or (None, loss in nats per target): logits then never exist as a whole.
-        Raises ValueError for ids outside the vocabulary's shape rules, or a cache that is full or of another batch size.
+        tokens (B, T) int64; targets (B, T) int64, -1 ignored; segments (B, T) int64: a token sees only its
+        own segment, in attention, convolutions and delayed value alike, and negative means padding; cache:
+        from new_cache, advanced by T. Returns (logits (B, T, V) float32, None) or (None, loss in nats per
+        target): logits then never exist as a whole. Raises ValueError for ids outside the vocabulary's shape
+        rules, or a cache that is full or of another batch size.
         """
         h = self.hidden(tokens, segments=segments, cache=cache)
         if targets is None:
@@ -320,9 +398,12 @@ class ZAYA(nn.Module):
         residual = (residual + self.input_hidden_states_bias) * self.input_hidden_states_scale
         r = None
         for i, block in enumerate(self.blocks):
-            residual, r, load = self.run_block(block, residual, r, context, cache.blocks[i] if cache else None)
+            residual, r, load = self.run_block(
+                block, residual, r, context, cache.blocks[i] if cache else None
+            )
             if self.training and torch.is_grad_enabled():
-                block.mlp.gate.load += load     # here and not inside the block: a recomputed block must not count twice
+                # here and not inside the block: a recomputed block must not count twice
+                block.mlp.gate.load += load
         if cache:
             cache.advance(tokens.shape[1])
         return norm(self.norm, residual)
@@ -333,8 +414,9 @@ class ZAYA(nn.Module):
         return block(*args)
 
     def compile_blocks(self):
-        """torch.compile for what lies between the experts, in training forwards: many small element-wise operations become a
-        few. Expert products stay outside: their row counts are data. The first step then takes some seconds longer."""
+        """torch.compile for what lies between the experts, in training forwards: many small element-wise
+        operations become a few. Expert products stay outside: their row counts are data. The first step then
+        takes some seconds longer."""
         for block in self.blocks:
             block.compiled = torch.compile(Block.attend_and_route, dynamic=False)
             block.post_mlp_residual_scale.compile(dynamic=False)
@@ -350,7 +432,8 @@ class ZAYA(nn.Module):
         return Cache([block.self_attn for block in self.blocks], batch_size, max_len)
 
     def num_parameters(self, active=False, embedding=True):
-        """Parameters in total, or active for one token (top_k of the E experts); with the (tied) embedding or without."""
+        """Parameters in total, or active for one token (top_k of the E experts); with the (tied) embedding or
+        without."""
         total = sum(p.numel() for p in self.parameters())
         if active:
             experts = sum(p.numel() for block in self.blocks for p in block.mlp.experts.parameters())
@@ -359,13 +442,15 @@ class ZAYA(nn.Module):
 
 
 def cross_entropy(h_ND, weight_VD, targets_N, chunk=2048):
-    """Mean cross entropy in nats of softmax(h W^T) against targets_N, -1 ignored, `chunk` tokens at a time."""
+    """Mean cross entropy in nats of softmax(h W^T) against targets_N, -1 ignored, `chunk` tokens at a
+    time."""
     return ChunkedCrossEntropy.apply(h_ND, weight_VD, targets_N, chunk)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Head and loss together. For V = 262,272 the logits of 16k tokens would be 17 GB and their gradient as much again; here
-    `chunk` rows exist at a time, and their gradient is taken while they do: d loss / d logits = softmax - onehot."""
+    """Head and loss together. For V = 262,272 the logits of 16k tokens would be 17 GB and their gradient as
+    much again; here `chunk` rows exist at a time, and their gradient is taken while they do: d loss / d
+    logits = softmax - onehot."""
 
     @staticmethod
     def forward(ctx, h_ND, weight_VD, targets_N, chunk):
@@ -373,8 +458,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         h, w = h_ND.to(dtype), weight_VD.to(dtype)
         grads = any(ctx.needs_input_grad[:2])
         grad_h = torch.zeros_like(h_ND) if grads else None
-        grad_w = torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32)) if grads else None
-        scale_N = (targets_N >= 0) / (targets_N >= 0).sum().clamp(min=1)            # 1 / kept, and 0 for the ignored
+        grad_w = (
+            torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32))
+            if grads
+            else None
+        )
+        scale_N = (targets_N >= 0) / (targets_N >= 0).sum().clamp(min=1)  # 1 / kept, and 0 for the ignored
         total = h.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
         for start in range(0, len(h), chunk):
             part = slice(start, start + chunk)
@@ -405,8 +494,11 @@ def demonstrate():
     for name in PRESETS:
         with torch.device("meta"):
             m = ZAYA(ZAYAConfig.preset(name))
-        print(f"{name:10s} {m.num_parameters():>15,} parameters, {m.num_parameters(embedding=False):>15,} without the embedding, "
-              f"{m.num_parameters(active=True, embedding=False):>13,} of them active for a token")
+        print(
+            f"{name:10s} {m.num_parameters():>15,} parameters, {m.num_parameters(embedding=False):>15,} "
+            f"without "
+            f"the embedding, {m.num_parameters(active=True, embedding=False):>13,} of them active for a token"
+        )
     _, loss = model(torch.randint(0, 1024, (2, 64)), torch.randint(0, 1024, (2, 64)))
     print(f"loss of the untrained model {loss.item():.3f} nats; log(vocabulary) is {math.log(1024):.3f}")
 

@@ -3,8 +3,8 @@
     python plot.py runs/001                     writes runs/001/plot.png
     python plot.py runs/001 runs/002 --out both.svg
 
-Panels: loss against tokens; how even the experts are (busiest over mean, entropy); learning rate with the phases; and, for one
-run, where each block's tokens went over time. Needs matplotlib.
+Panels: loss against tokens; how even the experts are (busiest over mean, entropy); learning rate with the
+phases; and, for one run, where each block's tokens went over time. Needs matplotlib.
 """
 
 import argparse
@@ -21,7 +21,8 @@ STYLES = ("-", "--", ":", "-.")     # runs differ by line style too, so that the
 
 
 def read(run):
-    """(header dict, {column: list}) of a run's log.csv; numbers as floats, empty cells as NaN. Raises ValueError if there is none."""
+    """(header dict, {column: list}) of a run's log.csv; numbers as floats, empty cells as NaN. Raises
+    ValueError if there is none."""
     file = Path(run) / "log.csv"
     require(file.exists(), f"{run} holds no log.csv: name the folder of a run, as in runs/001")
     comment, *lines = file.read_text().splitlines()
@@ -29,12 +30,17 @@ def read(run):
     require(rows, f"{file} has no row yet")
     number = lambda text: float(text) if text else float("nan")
     text_columns = ("phase", "mfu", "load")
-    return json.loads(comment[2:]), {k: [r[k] if k in text_columns else number(r[k]) for r in rows] for k in rows[0]}
+    return json.loads(comment[2:]), {
+        k: [r[k] if k in text_columns else number(r[k]) for r in rows] for k in rows[0]
+    }
 
 
 def loads(columns):
     """Share of each block's tokens by class: (steps, blocks, classes)."""
-    counts = np.array([[[int(n) for n in block.split()] for block in cell.split("|")] for cell in columns["load"]], dtype=float)
+    counts = np.array(
+        [[[int(n) for n in block.split()] for block in cell.split("|")] for cell in columns["load"]],
+        dtype=float,
+    )
     return counts / counts.sum(-1, keepdims=True).clip(1)
 
 
@@ -45,10 +51,33 @@ def draw_curves(axes, name, columns, style):
     seen = ~np.isnan(val)
     per_nat = (val / np.array(columns["val_loss"]))[seen]
     if len(per_nat):
-        loss.plot(millions, np.array(columns["train_loss"]) * per_nat[0], style, color="tab:gray", linewidth=0.8, label=f"{name}, training")
-    loss.plot(millions[seen], val[seen], style, color="tab:blue", marker="o", markersize=3, label=f"{name}, validation")
-    even.plot(millions, columns["load_max"], style, color="tab:red", label=f"{name}, busiest expert over the mean")
-    even.plot(millions, columns["load_entropy"], style, color="tab:green", label=f"{name}, entropy of the shares (1 is even)")
+        loss.plot(
+            millions,
+            np.array(columns["train_loss"]) * per_nat[0],
+            style,
+            color="tab:gray",
+            linewidth=0.8,
+            label=f"{name}, training",
+        )
+    loss.plot(
+        millions[seen],
+        val[seen],
+        style,
+        color="tab:blue",
+        marker="o",
+        markersize=3,
+        label=f"{name}, validation",
+    )
+    even.plot(
+        millions, columns["load_max"], style, color="tab:red", label=f"{name}, busiest expert over the mean"
+    )
+    even.plot(
+        millions,
+        columns["load_entropy"],
+        style,
+        color="tab:green",
+        label=f"{name}, entropy of the shares (1 is even)",
+    )
     rate.plot(millions, columns["lr"], style, color="tab:blue", label=name)
     phases = columns["phase"]
     for i in range(1, len(phases)):
@@ -61,12 +90,21 @@ def draw_loads(axis, figure, columns):
     """Heat map: a row for each expert of each block, time to the right."""
     share = loads(columns)
     steps, blocks, classes = share.shape
-    image = axis.imshow(share.reshape(steps, -1).T * (classes - 1), aspect="auto", cmap="viridis", vmin=0, vmax=3, interpolation="nearest",
-                        extent=(0, columns["tokens"][-1] / 1e6, blocks * classes, 0))
+    image = axis.imshow(
+        share.reshape(steps, -1).T * (classes - 1),
+        aspect="auto",
+        cmap="viridis",
+        vmin=0,
+        vmax=3,
+        interpolation="nearest",
+        extent=(0, columns["tokens"][-1] / 1e6, blocks * classes, 0),
+    )
     for b in range(1, blocks):
         axis.axhline(b * classes, color="white", linewidth=1)
     axis.set_yticks([(b + 0.5) * classes for b in range(blocks)], [f"block {b}" for b in range(blocks)])
-    axis.set(xlabel="tokens (millions)", title="load of every class (the skip class last), over an even share")
+    axis.set(
+        xlabel="tokens (millions)", title="load of every class (the skip class last), over an even share"
+    )
     figure.colorbar(image, ax=axis)
 
 
@@ -99,7 +137,9 @@ def draw(runs, out):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(prog="plot.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="plot.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", help="folders of runs")
     parser.add_argument("--out", help="file to write, .png or .svg (default: plot.png in the first run)")
     args = parser.parse_args(argv)

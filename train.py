@@ -7,9 +7,10 @@
     python train.py --recipe zaya1 --preset zaya1_8b --dry-run      the published recipe, on paper
     torchrun --nproc-per-node=8 train.py ...           data parallel
 
-A recipe is a list of phases, each with its tokens, context, RoPE base and learning rates (ZAYA1, arXiv 2511.17127, section 4;
-2605.05365). One optimizer step: accumulate micro-steps, guard, clip, Muon and AdamW, balancing biases, log. Which samples a step
-reads depends on (seed, phase, sample index) alone, not on the number of ranks, so a run may be resumed on another number.
+A recipe is a list of phases, each with its tokens, context, RoPE base and learning rates (ZAYA1, arXiv
+2511.17127, section 4; 2605.05365). One optimizer step: accumulate micro-steps, guard, clip, Muon and AdamW,
+balancing biases, log. Which samples a step reads depends on (seed, phase, sample index) alone, not on the
+number of ranks, so a run may be resumed on another number.
 """
 
 import csv
@@ -38,28 +39,46 @@ import optim
 from model import PRESETS, ZAYA, ZAYAConfig, require
 from recipe import TrainConfig, micro_steps, plan, print_plan
 from router import Balancer, balance_health
-from sample import generate
+from sample import generate, newest_run
 
 
-# Dense bf16 peak in FLOP/s, from datasheets, for model FLOPs utilisation. An unknown device gives n/a, never a guess.
-PEAK = {"MI300X": 1307e12, "MI325X": 1307e12, "MI250X": 383e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
+# Dense bf16 peak in FLOP/s, from datasheets, for model FLOPs utilisation. An unknown device gives n/a, never
+# a guess.
+PEAK = {
+    "MI300X": 1307e12,
+    "MI325X": 1307e12,
+    "MI250X": 383e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+}
 MAX_BAD_STEPS = 10
 
 
-# ------------------------------------------------------------------------------------------------------ the parts of a run
+# -------------------------------------------------------------------------------- the parts of a run
 
 def open_sources(cfg, phases):
-    """Dataset per source name of --data, and one training stream per phase. Raises ValueError for names the mix lacks."""
+    """Dataset per source name of --data, and one training stream per phase. Raises ValueError for names the
+    mix lacks."""
     parts = cfg.data.split(",") if "=" in cfg.data else [f"text={cfg.data}"]
     paths = dict(part.split("=", 1) for part in parts)
     first = data.load(next(iter(paths.values())), cfg.tokenizer)
-    sets = {name: first if i == 0 else data.load(path, first.tokenizer.spec) for i, (name, path) in enumerate(paths.items())}
+    sets = {
+        name: first if i == 0 else data.load(path, first.tokenizer.spec)
+        for i, (name, path) in enumerate(paths.items())
+    }
     streams = []
     for _, _, p in phases:
         mix = p.mix if len(sets) > 1 else dict.fromkeys(sets, 1.0)      # a single source serves every phase
         missing = sorted(set(mix) - set(sets))
-        require(not missing, f"phase {p.name!r} mixes {', '.join(mix)}, but --data names no {', '.join(missing)}")
-        stream = data.Mix([sets[n].train for n in mix], list(mix.values())) if len(mix) > 1 else sets[next(iter(mix))].train
+        require(
+            not missing, f"phase {p.name!r} mixes {', '.join(mix)}, but --data names no {', '.join(missing)}"
+        )
+        stream = (
+            data.Mix([sets[n].train for n in mix], list(mix.values()))
+            if len(mix) > 1
+            else sets[next(iter(mix))].train
+        )
         data.check_length(stream, p.seq_len, f"the training part of {cfg.data}")
         data.check_length(first.val, p.seq_len, f"the validation part of {cfg.data}")
         streams.append(stream)
@@ -80,7 +99,8 @@ def pick_device(cfg, local_rank):
 
 
 def keep_freed_memory():
-    """glibc returns large freed blocks to the system at once, and every step would fault its activations in again."""
+    """glibc returns large freed blocks to the system at once, and every step would fault its activations in
+    again."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-1, 2**31 - 1)         # M_TRIM_THRESHOLD
         libc.mallopt(-3, 2**31 - 1)         # M_MMAP_THRESHOLD
@@ -97,10 +117,13 @@ def build_model(cfg, device):
 
 
 def load_weights(model, path):
-    """Fill a model from an exported file or a run. Raises ValueError that lists every name or shape that does not fit."""
+    """Fill a model from an exported file or a run. Raises ValueError that lists every name or shape that does
+    not fit."""
     _, weights = checkpoint.load_weights(path)
     own = model.state_dict()
-    wrong = [f"{n} missing" for n in own.keys() - weights.keys()] + [f"{n} unknown" for n in weights.keys() - own.keys()]
+    wrong = [f"{n} missing" for n in own.keys() - weights.keys()] + [
+        f"{n} unknown" for n in weights.keys() - own.keys()
+    ]
     wrong += [f"{n} is {tuple(w.shape)}, the model wants {tuple(own[n].shape)}"
               for n, w in weights.items() if n in own and w.shape != own[n].shape]
     require(not wrong, f"{path} is of another configuration: {'; '.join(sorted(wrong)[:8])}")
@@ -108,20 +131,22 @@ def load_weights(model, path):
 
 
 def resolve_compile(cfg, steps):
-    """Whether to compile, and why; tried on a small function first, since a compiler may be there and not work."""
+    """Whether to compile, and why; tried on a small function first, since a compiler may be there and not
+    work."""
     if cfg.compile == "off" or (cfg.compile == "auto" and steps < 200):
         return False, "off" if cfg.compile == "off" else "off (the run is short)"
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(3))
         return True, "on"
-    except Exception as error:      # whatever the compiler's trouble is: a run without it gives the same numbers
+    except Exception as error:  # whatever the compiler's trouble is: a run without it gives the same numbers
         reason = f"no working compiler: {str(error).strip().splitlines()[0][:80]}"
         require(cfg.compile == "auto", f"--compile on: {reason}")
         return False, f"off ({reason})"
 
 
 def flops_per_token(model, seq_len):
-    """Forward and backward: 6 for each active weight (the head counts, the lookup does not), and attention's products."""
+    """Forward and backward: 6 for each active weight (the head counts, the lookup does not), and attention's
+    products."""
     c = model.config
     attention = 6 * c.num_blocks * c.num_heads * c.head_dim * seq_len       # causal: half of 12
     return 6 * model.num_parameters(active=True) + attention
@@ -136,7 +161,8 @@ def mfu(flops_per_second, device, world):
 
 @torch.no_grad()
 def evaluate(model, tokens, seq_len, limit, rank, world, autocast):
-    """Mean validation loss in nats over up to `limit` tokens, spread evenly over the part; the ranks share the windows."""
+    """Mean validation loss in nats over up to `limit` tokens, spread evenly over the part; the ranks share
+    the windows."""
     model.eval()
     device = model.embed_tokens.weight.device
     count = max(1, min(limit // seq_len, (len(tokens) - 1) // seq_len))
@@ -145,7 +171,9 @@ def evaluate(model, tokens, seq_len, limit, rank, world, autocast):
     size = max(1, 4096 // seq_len)
     mine = starts[rank::world]
     for i in range(0, len(mine), size):
-        rows = torch.stack([torch.as_tensor(tokens[s:s + seq_len + 1].astype("int64")) for s in mine[i:i + size]]).to(device)
+        rows = torch.stack(
+            [torch.as_tensor(tokens[s : s + seq_len + 1].astype("int64")) for s in mine[i : i + size]]
+        ).to(device)
         with autocast():
             loss = model(rows[:, :-1], rows[:, 1:])[1]
         total += torch.tensor([loss.item() * len(rows), len(rows)], dtype=torch.float64, device=device)
@@ -180,13 +208,17 @@ class Stop:
 
 
 class Log:
-    """log.csv (a row a logged step), events.jsonl (what happened, a JSON line each) and the screen; only rank 0 writes."""
+    """log.csv (a row a logged step), events.jsonl (what happened, a JSON line each) and the screen; only rank
+    0 writes."""
 
     def __init__(self, out, rank, header, step=0):
-        """header: one JSON comment that says what made the log. step: rows past it are dropped, they will be made again."""
+        """header: one JSON comment that says what made the log. step: rows past it are dropped, they will be
+        made again."""
         self.out, self.rank, self.table = out, rank, out / "log.csv"
         if rank == 0:
-            lines = self.table.read_text().splitlines() if self.table.exists() else [f"# {json.dumps(header)}"]
+            lines = (
+                self.table.read_text().splitlines() if self.table.exists() else [f"# {json.dumps(header)}"]
+            )
             kept = [line for line in lines if not line[:1].isdigit() or int(line.split(",")[0]) <= step]
             self.table.write_text("\n".join(kept) + "\n")
             self.titled = len(kept) > 1
@@ -198,7 +230,9 @@ class Log:
     def event(self, what, **facts):
         if self.rank == 0:
             with open(self.out / "events.jsonl", "a") as file:
-                file.write(json.dumps({"time": round(time.time(), 3), "rank": 0, "what": what, **facts}) + "\n")
+                file.write(
+                    json.dumps({"time": round(time.time(), 3), "rank": 0, "what": what, **facts}) + "\n"
+                )
 
     def row(self, row):
         if self.rank == 0:
@@ -212,16 +246,28 @@ class Log:
 
 def describe(cfg, device):
     """What made a log: versions, device, commit, configuration."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    return {"python": sys.version.split()[0], "torch": torch.__version__, "device": name, "commit": git.stdout.strip() or None,
-            "config": dataclasses.asdict(cfg)}
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads"
+    )
+    return {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "device": name,
+        "commit": git.stdout.strip() or None,
+        "config": dataclasses.asdict(cfg),
+    }
 
 
-# ------------------------------------------------------------------------------------------------------ the run
+# -------------------------------------------------------------------------------- the run
 
 class Run:
-    """Everything a run consists of, made from its configuration: plan, data, model, optimizers, log, checkpoints."""
+    """Everything a run consists of, made from its configuration: plan, data, model, optimizers, log,
+    checkpoints."""
 
     def __init__(self, cfg, rank, world, local_rank):
         self.cfg, self.rank, self.world = cfg, rank, world
@@ -230,14 +276,12 @@ class Run:
         for _, _, p in self.phases:
             micro_steps(p, world, cfg.micro_tokens)     # refuses what does not divide
         self.device, dtype = pick_device(cfg, local_rank)
-        self.autocast = lambda: torch.autocast(self.device.type, dtype) if dtype == torch.bfloat16 else nullcontext()
+        self.autocast = lambda: (
+            torch.autocast(self.device.type, dtype) if dtype == torch.bfloat16 else nullcontext()
+        )
         self.dataset, self.streams = open_sources(cfg, self.phases)
         cfg.model = complete(cfg, self.phases, self.dataset.tokenizer)
         self.out = run_folder(cfg, rank, world)
-        if rank == 0:
-            spec = self.dataset.tokenizer.save(self.out / "tokenizer.json")
-            saved = {**dataclasses.asdict(cfg), "out": str(self.out)}
-            (self.out / "config.json").write_text(json.dumps(saved | {"tokenizer_file": spec.partition(":")[0]}, indent=1))
         self.kernels = kernels_hip.select(cfg.kernels) or kernels_hip.status()
         self.model = build_model(cfg, self.device)
         self.optimizers = optim.build(self.model, cfg.optimizer, 1.0, cfg.weight_decay, ns_steps=cfg.ns_steps)
@@ -245,6 +289,8 @@ class Run:
         self.checkpoints = checkpoint.Checkpointer(self.out / "checkpoints", cfg.keep)
         self.progress, self.new_best = {"step": 0, "tokens": 0, "bad_steps": 0, "best_val": 1e9}, False
         self.restore()
+        if rank == 0:
+            self.describe_itself()
         self.log = Log(self.out, rank, describe(cfg, self.device), self.progress["step"])
         compiled, why = resolve_compile(cfg, self.steps - self.progress["step"])
         if compiled:
@@ -255,23 +301,43 @@ class Run:
             self.ddp = torch.nn.parallel.DistributedDataParallel(self.model, ids, broadcast_buffers=False)
         self.introduce(dtype, why)
 
+    def describe_itself(self):
+        """config.json and tokenizer.json, once all is known to fit: what another process needs to go on or to
+        sample."""
+        spec = self.dataset.tokenizer.save(self.out / "tokenizer.json")
+        saved = {
+            **dataclasses.asdict(self.cfg),
+            "out": str(self.out),
+            "tokenizer_file": spec.partition(":")[0],
+        }
+        (self.out / "config.json").write_text(json.dumps(saved, indent=1))
+
     def introduce(self, dtype, compiled):
-        say, model = self.log.say, self.model
-        say(f"run     {self.out}: {self.steps} steps of {self.phases[0][2].batch_tokens:,} tokens, {len(self.phases)} phases, {self.world} process(es)")
+        say, model, first = self.log.say, self.model, self.phases[0][2]
+        say(
+            f"run     {self.out}: {self.steps} steps of {first.batch_tokens:,} tokens, {len(self.phases)} "
+            f"phases, "
+            f"{self.world} process" + "es" * (self.world > 1)
+        )
         say(f"data    {self.dataset.name}: {len(self.dataset.train):,} + {len(self.dataset.val):,} tokens, "
             f"{self.dataset.bytes_per_token:.2f} bytes a token")
-        say(f"model   {model.num_parameters():,} parameters, {model.num_parameters(active=True):,} active for a token")
+        total, active = model.num_parameters(), model.num_parameters(active=True)
+        say(f"model   {total:,} parameters, {active:,} active for a token")
         say(f"path    {self.device}, {dtype}, compile {compiled}; {self.kernels}")
 
     def state(self):
         """What a checkpoint holds: nested dict of tensors and numbers, by name."""
         names = dict((p, name) for name, p in self.model.named_parameters())
-        names.update((r.balancing_biases, f"blocks.{i}.balancing_biases") for i, r in enumerate(self.balancer.routers))
+        names.update(
+            (r.balancing_biases, f"blocks.{i}.balancing_biases") for i, r in enumerate(self.balancer.routers)
+        )
         state = {"model": self.model.state_dict(), "progress": self.progress,
                  "balancer": optim.adam_state(self.balancer.optimizer, names)}
         for optimizer in self.optimizers:
             muon = isinstance(optimizer, optim.Muon)
-            state["muon" if muon else "adamw"] = optimizer.named_state() if muon else optim.adam_state(optimizer, names)
+            state["muon" if muon else "adamw"] = (
+                optimizer.named_state() if muon else optim.adam_state(optimizer, names)
+            )
         return state
 
     def restore(self):
@@ -280,6 +346,11 @@ class Run:
         if self.world > 1:
             dist.broadcast_object_list(path)
         if path[0]:
+            saved = json.loads((self.out / "config.json").read_text())["tokenizer_file"]
+            before = data.get_tokenizer(f"{saved}:{self.out / 'tokenizer.json'}")
+            require(before.digest() == self.dataset.tokenizer.digest(),
+                    "the text now gives another tokenizer than the run has: "
+                    f"--tokenizer {saved}:{self.out}/tokenizer.json")
             checkpoint.load(path[0], self.state())
 
     def save(self):
@@ -294,13 +365,16 @@ class Run:
         return next((i, *entry) for i, entry in reversed(list(enumerate(self.phases))) if entry[0] <= step)
 
     def gradients(self, step):
-        """Accumulate one batch's gradients. Returns its mean loss on this rank, a tensor that nothing has waited for."""
+        """Accumulate one batch's gradients. Returns its mean loss on this rank, a tensor that nothing has
+        waited for."""
         index, first, _, p = self.phase(step)
         count, size = micro_steps(p, self.world, self.cfg.micro_tokens)
         total = torch.zeros((), device=self.device)
         for micro in range(count):
             sample = (step - first) * (p.batch_tokens // p.seq_len) + (micro * self.world + self.rank) * size
-            x, y = data.windows(self.streams[index], range(sample, sample + size), p.seq_len, self.cfg.seed + index)
+            x, y = data.windows(
+                self.streams[index], range(sample, sample + size), p.seq_len, self.cfg.seed + index
+            )
             self.ddp.require_backward_grad_sync = micro == count - 1        # DDP reads it in the forward
             with self.autocast():
                 loss = self.ddp(x.to(self.device), y.to(self.device))[1] / count
@@ -309,11 +383,15 @@ class Run:
         return total
 
     def update(self, step):
-        """Guard, clip, optimizers, balancing. Returns (learning rate, gradient norm, loads (blocks, C), or None if skipped)."""
+        """Guard, clip, optimizers, balancing. Returns (learning rate, gradient norm, loads (blocks, C), or
+        None if skipped)."""
         _, first, steps, p = self.phase(step)
         lr = optim.lr_at((step - first + 1) / steps, p.lr, p.lr_end, p.warmup)
-        # DDP has averaged the gradients, so a NaN on one rank is a NaN on all and every rank takes the same branch.
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip, foreach=True).item()
+        # DDP has averaged the gradients, so a NaN on one rank is a NaN on all and every rank takes the same
+        # branch.
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.cfg.grad_clip, foreach=True
+        ).item()
         good = math.isfinite(norm)
         for optimizer in self.optimizers if good else ():
             for group in optimizer.param_groups:
@@ -325,12 +403,15 @@ class Run:
         return lr, norm, load
 
     def enter_phase(self, step, announce):
-        """The phase of `step`; at its first step, or when the run starts inside it, RoPE is set and the log says so."""
+        """The phase of `step`; at its first step, or when the run starts inside it, RoPE is set and the log
+        says so."""
         _, first, steps, p = self.phase(step)
         if step == first or announce:
             self.model.config.rope_theta = p.rope_theta
             self.log.event("phase", step=step, name=p.name, seq_len=p.seq_len, rope_theta=p.rope_theta)
-            self.log.say(f"phase   {p.name}: context {p.seq_len}, RoPE base {p.rope_theta:g}, up to step {first + steps}")
+            self.log.say(
+                f"phase   {p.name}: context {p.seq_len}, RoPE base {p.rope_theta:g}, to step {first + steps}"
+            )
         return p
 
     def count_bad(self, norm, bad):
@@ -340,8 +421,10 @@ class Run:
             self.log.event("bad_step", step=self.progress["step"], grad_norm=str(norm))
             self.log.say(f"step {self.progress['step']} skipped: its gradient norm is {norm}")
         if self.progress["bad_steps"] >= MAX_BAD_STEPS:
-            raise RuntimeError(f"{MAX_BAD_STEPS} steps in a row had gradients that are not finite: lower --lr, or look at the data; "
-                               f"the checkpoints in {self.out} are from before")
+            raise RuntimeError(
+                f"{MAX_BAD_STEPS} steps in a row had gradients that are not finite: lower --lr, or look "
+                f"at the data; the checkpoints in {self.out} are from before"
+            )
 
     def report(self, p, lr, loss, norm, load, val, seconds):
         """One line on the screen and the same row in log.csv."""
@@ -351,18 +434,30 @@ class Run:
         rate = p.batch_tokens / seconds
         load = torch.zeros(1, self.cfg.model.num_classes) if load is None else load.cpu()
         health = balance_health(load, self.cfg.model.num_experts)
-        row = {"step": self.progress["step"], "tokens": self.progress["tokens"], "phase": p.name, "lr": f"{lr:.6g}",
-               "train_loss": f"{loss:.5f}", "val_loss": "" if val is None else f"{val:.5f}",
-               "val_bits_per_byte": "" if val is None else f"{self.bits_per_byte(val):.5f}", "grad_norm": f"{norm:.4g}",
-               "step_ms": f"{seconds * 1e3:.1f}", "tokens_per_s": f"{rate:.0f}",
-               "mfu": mfu(rate * flops_per_token(self.model, p.seq_len), self.device, self.world),
-               "load_max": f"{health['load_max'].max():.3f}", "load_entropy": f"{health['entropy'].mean():.4f}",
-               "skip_share": f"{health['skip'].mean():.4f}",
-               "load": "|".join(" ".join(map(str, counts)) for counts in load.int().tolist())}      # by block and class
+        row = {
+            "step": self.progress["step"],
+            "tokens": self.progress["tokens"],
+            "phase": p.name,
+            "lr": f"{lr:.6g}",
+            "train_loss": f"{loss:.5f}",
+            "val_loss": "" if val is None else f"{val:.5f}",
+            "val_bits_per_byte": "" if val is None else f"{self.bits_per_byte(val):.5f}",
+            "grad_norm": f"{norm:.4g}",
+            "step_ms": f"{seconds * 1e3:.1f}",
+            "tokens_per_s": f"{rate:.0f}",
+            "mfu": mfu(rate * flops_per_token(self.model, p.seq_len), self.device, self.world),
+            "load_max": f"{health['load_max'].max():.3f}",
+            "load_entropy": f"{health['entropy'].mean():.4f}",
+            "skip_share": f"{health['skip'].mean():.4f}",
+            # by block and class
+            "load": "|".join(" ".join(map(str, counts)) for counts in load.int().tolist()),
+        }
         self.log.row(row)
         shown = f" val {val:.3f} ({self.bits_per_byte(val):.3f} bits/byte)" if val is not None else ""
-        self.log.say(f"step {row['step']:5d} loss {loss:.3f}{shown} lr {lr:.2g} norm {norm:.2f} {seconds * 1e3:.0f} ms "
-                     f"{rate:.0f} tok/s mfu {row['mfu']} load {row['load_max']} skip {row['skip_share']}")
+        self.log.say(
+            f"step {row['step']:5d} loss {loss:.3f}{shown} lr {lr:.2g} norm {norm:.2f} {seconds * 1e3:.0f} "
+            f"ms {rate:.0f} tok/s mfu {row['mfu']} load {row['load_max']} skip {row['skip_share']}"
+        )
 
     def bits_per_byte(self, nats_per_token):
         return nats_per_token / math.log(2) / self.dataset.bytes_per_token
@@ -375,13 +470,20 @@ class Run:
         step, tokens = self.progress["step"], self.progress["tokens"]
         self.log.event("stopped" if stopped else "done", step=step, val_loss=val)
         if stopped:
-            self.log.say(f"stopped at step {step}; go on with: python train.py --resume auto --out {self.out}")
+            self.log.say(
+                f"stopped at step {step}; go on with: python train.py --resume auto --out {self.out}"
+            )
         else:
             self.sample()
             self.log.say(f"done    {step} steps, {tokens:,} tokens, validation {val:.4f} nats a token, "
                          f"{self.bits_per_byte(val):.4f} bits a byte")
-        return {"step": step, "train_loss": None if loss is None else loss.item(), "val_loss": val, "tokens": tokens,
-                "out": str(self.out)}
+        return {
+            "step": step,
+            "train_loss": None if loss is None else loss.item(),
+            "val_loss": val,
+            "tokens": tokens,
+            "out": str(self.out),
+        }
 
     def evaluate(self, limit):
         """Validation loss at the context of the phase just trained, in nats a token."""
@@ -396,25 +498,27 @@ class Run:
         if self.rank == 0:
             tokenizer = self.dataset.tokenizer
             with self.autocast():
-                new = generate(self.model, [tokenizer.encode("def ")], 120, temperature=0.7, top_k=50, seed=self.cfg.seed)[0]
+                new = generate(
+                    self.model, [tokenizer.encode("def ")], 120, temperature=0.7, top_k=50, seed=self.cfg.seed
+                )[0]
             self.log.say("-" * 40 + "\ndef " + tokenizer.decode(new) + "\n" + "-" * 40)
 
 
 def complete(cfg, phases, tokenizer):
-    """The model's shape with what data and phases decide: vocabulary (a multiple of 64), context, RoPE base."""
+    """The model's shape with what data and phases decide: vocabulary (a multiple of 64), context, RoPE
+    base."""
     longest = max(p.seq_len for _, _, p in phases)
-    return dataclasses.replace(cfg.model or ZAYAConfig.preset(cfg.preset), vocab_size=-(-tokenizer.vocab_size // 64) * 64,
-                               max_seq_len=longest, rope_theta=phases[-1][2].rope_theta)
-
-
-def newest_run(folder):
-    """The numbered run folder that train.py made last, or None."""
-    numbered = [f for f in Path(folder).glob("*") if f.name.isdigit() and (f / "config.json").exists()]
-    return max(numbered, key=lambda f: int(f.name), default=None)
+    return dataclasses.replace(
+        cfg.model or ZAYAConfig.preset(cfg.preset),
+        vocab_size=-(-tokenizer.vocab_size // 64) * 64,
+        max_seq_len=longest,
+        rope_theta=phases[-1][2].rope_theta,
+    )
 
 
 def run_folder(cfg, rank, world):
-    """The run's folder, made; its configuration and tokenizer go there. Raises ValueError where another run would be lost."""
+    """The run's folder, made; its configuration and tokenizer go there. Raises ValueError where another run
+    would be lost."""
     found = [cfg.out]
     if rank == 0 and cfg.out is None:
         last = newest_run("runs")
@@ -433,9 +537,11 @@ def run_folder(cfg, rank, world):
 
 
 def train(cfg):
-    """One run, start to end. cfg: TrainConfig. Returns dict(step, train_loss, val_loss (nats a token), tokens, out).
+    """One run, start to end. cfg: TrainConfig. Returns dict(step, train_loss, val_loss (nats a token),
+    tokens, out).
 
-    Raises ValueError for a configuration or data that cannot be trained; RuntimeError when steps keep going bad.
+    Raises ValueError for a configuration or data that cannot be trained; RuntimeError when steps keep going
+    bad.
     """
     rank, world, local_rank = (int(os.environ.get(name, default)) for name, default in
                                (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
@@ -450,11 +556,17 @@ def train(cfg):
 
 
 def loop(run):
-    """accumulate, guard, clip, optimizers, balancing - evaluate, log, save, sample, stop? - until the plan is done."""
+    """accumulate, guard, clip, optimizers, balancing - evaluate, log, save, sample, stop? - until the plan is
+    done."""
     cfg, progress = run.cfg, run.progress
     stop, loss = Stop(run.world), None
     run.log.event("start", step=progress["step"], steps=run.steps, world=run.world)
-    bar = tqdm(total=run.steps, initial=progress["step"], unit="step", disable=run.rank > 0 or not sys.stderr.isatty())
+    bar = tqdm(
+        total=run.steps,
+        initial=progress["step"],
+        unit="step",
+        disable=run.rank > 0 or not sys.stderr.isatty(),
+    )
     due = lambda every: bool(every) and progress["step"] % every == 0
     try:
         while progress["step"] < run.steps and not stop.agreed(run.device):
@@ -483,8 +595,16 @@ def main(argv):
     """The command line. With --resume, the run's own configuration takes the place of the defaults."""
     saved = saved_config(argv)
     model = saved.pop("model", None) or PRESETS.get(flag(argv, "--preset") or "laptop", {})
-    cfg, cfg.model = command_line.parse("train.py", __doc__, argv, TrainConfig, ZAYAConfig, **{**saved, **model},
-                                        without=("vocab_size", "max_seq_len", "rope_theta"))     # data and phases set them
+    cfg, cfg.model = command_line.parse(
+        "train.py",
+        __doc__,
+        argv,
+        TrainConfig,
+        ZAYAConfig,
+        **{**saved, **model},
+        # data and phases set them
+        without=("vocab_size", "max_seq_len", "rope_theta"),
+    )
     if cfg.dry_run:
         cfg.model = dataclasses.replace(cfg.model, max_seq_len=max(p.seq_len for _, _, p in plan(cfg)))
         return print_plan(cfg, plan(cfg), int(os.environ.get("WORLD_SIZE", 1)))
@@ -509,7 +629,9 @@ def saved_config(argv):
     if not flag(argv, "--resume") or out is None or not file.exists():
         return {}
     known = {f.name for f in dataclasses.fields(TrainConfig)} - {"resume", "init", "dry_run"}
-    return {name: value for name, value in json.loads(file.read_text()).items() if name in known} | {"out": str(out)}
+    return {name: value for name, value in json.loads(file.read_text()).items() if name in known} | {
+        "out": str(out)
+    }
 
 
 if __name__ == "__main__":

@@ -23,12 +23,16 @@ class DenseBlock(nn.Module):
         new_norm = nn.RMSNorm if self.modern else lambda n: nn.LayerNorm(n, bias=False)
         self.norm1, self.norm2 = new_norm(width), new_norm(width)
         hidden = 64 * round(width * 8 / 3 / 64) if self.modern else 4 * width
-        self.qkv_proj, self.o_proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.qkv_proj, self.o_proj = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
         self.up_proj = nn.Linear(width, 2 * hidden if self.modern else hidden, bias=False)
         self.down_proj = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x, rope):
-        q, k, v = self.qkv_proj(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)    # (B, H, T, K) each
+        # (B, H, T, K) each
+        q, k, v = self.qkv_proj(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if self.modern:
             q, k = (rotate(F.rms_norm(t, t.shape[-1:]), *rope) for t in (q, k))
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -47,7 +51,11 @@ class Dense(nn.Module):
         self.head_dim = width // heads
         for name, p in self.named_parameters():
             if p.dim() == 2:        # projections into the residual stream start smaller, as in GPT-2
-                p.data.normal_(std=0.02 / math.sqrt(2 * layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02)
+                p.data.normal_(
+                    std=0.02 / math.sqrt(2 * layers)
+                    if name.endswith(("o_proj.weight", "down_proj.weight"))
+                    else 0.02
+                )
 
     def forward(self, tokens, targets):
         x = self.embed_tokens(tokens)
@@ -65,6 +73,6 @@ class Dense(nn.Module):
 
 def dense_of_size(kind, parameters, **shape):
     """A dense model whose parameters come closest to a number; the width moves in steps of 8 a head."""
-    widths = range(64, 641, 32)
+    widths = range(64, 641, 8)
     sizes = {w: abs(Dense(kind, width=w, **shape).num_parameters() - parameters) for w in widths}
     return Dense(kind, width=min(sizes, key=sizes.get), **shape)

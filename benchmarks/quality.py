@@ -1,13 +1,15 @@
 """ZAYA1's laptop preset against dense GPTs of equal active parameters: loss for tokens, loss for time.
 
-    python benchmarks/quality.py run [KIND]   trains every model (or one: zaya, gpt, modern) at every learning rate; takes up
+    python benchmarks/quality.py run [KIND]   trains every model (or one: zaya, gpt, modern) at every learning
+                                              rate; takes up
                                               where it stopped
     python benchmarks/quality.py time         the step time of each, side by side in one process
     python benchmarks/quality.py table        the table in the README, from the results of the two
 
-Same corpus, tokenizer, batches, optimizer and schedule (cosine to 5 %) for all. A dense model is trained on TOKENS tokens; ZAYA1
-on the given shares of them, each a run of its own with its own full schedule. Each model keeps its best of three learning rates
-for the longest run. Results lie in benchmarks/results/quality.json, a row a run, so that the table can be made again.
+Same corpus, tokenizer, batches, optimizer and schedule (cosine to 5 %) for all. A dense model is trained on
+TOKENS tokens; ZAYA1 on the given shares of them, each a run of its own with its own full schedule. Each model
+keeps its best of three learning rates for the longest run. Results lie in benchmarks/results/quality.json, a
+row a run, so that the table can be made again.
 """
 
 import json
@@ -95,14 +97,24 @@ def run():
                     continue
                 val, active = train(kind, lr, int(TOKENS * share), dataset)
                 results = load()
-                results["runs"].append({"kind": kind, "share": share, "lr": lr, "tokens": int(TOKENS * share), "val": val,
-                                        "active": active, "bits_per_byte": val / math.log(2) / dataset.bytes_per_token})
+                results["runs"].append(
+                    {
+                        "kind": kind,
+                        "share": share,
+                        "lr": lr,
+                        "tokens": int(TOKENS * share),
+                        "val": val,
+                        "active": active,
+                        "bits_per_byte": val / math.log(2) / dataset.bytes_per_token,
+                    }
+                )
                 save(results)
                 print(results["runs"][-1], flush=True)
 
 
 def measure(rounds=12):
-    """Median milliseconds of a whole step of each model, the models taking turns, so that a noisy machine is noisy for all."""
+    """Median milliseconds of a whole step of each model, the models taking turns, so that a noisy machine is
+    noisy for all."""
     dataset, steppers = data.load("stdlib"), {}
     for kind in RATES:
         model, balancer = build(kind, dataset)
@@ -130,15 +142,24 @@ def table():
     results = load()
     gpt = min((r for r in results["runs"] if r["kind"] == "gpt"), key=lambda r: r["val"])
     gpt_time = gpt["tokens"] / BATCH * results["ms"]["gpt"]
-    lines = ["| model | active parameters | learning rate | tokens | step | validation, bits a byte | tokens against GPT | time against GPT |",
-             "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| model | active parameters | learning rate | tokens | step | validation, bits a byte | tokens "
+        "against GPT | time against GPT |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     names = {"zaya": "ZAYA1", "gpt": "dense GPT (as nanoGPT)", "modern": "dense, RMSNorm, RoPE, SwiGLU"}
     for kind in ("gpt", "modern", "zaya"):
         for share in SHARES[kind]:
-            r = min((r for r in results["runs"] if r["kind"] == kind and r["share"] == share), key=lambda r: r["val"])
+            r = min(
+                (r for r in results["runs"] if r["kind"] == kind and r["share"] == share),
+                key=lambda r: r["val"],
+            )
             spent = r["tokens"] / BATCH * results["ms"][kind]
-            lines.append(f"| {names[kind]} | {r['active']:,} | {r['lr']:g} | {r['tokens'] / 1e6:.2f}M | {results['ms'][kind]:.0f} ms | "
-                         f"{r['bits_per_byte']:.3f} | {r['tokens'] / gpt['tokens']:.2f} | {spent / gpt_time:.2f} |")
+            lines.append(
+                f"| {names[kind]} | {r['active']:,} | {r['lr']:g} | {r['tokens'] / 1e6:.2f}M | "
+                f"{results['ms'][kind]:.0f} ms | "
+                f"{r['bits_per_byte']:.3f} | {r['tokens'] / gpt['tokens']:.2f} | {spent / gpt_time:.2f} |"
+            )
     print("\n".join(lines))
 
 

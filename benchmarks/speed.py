@@ -1,13 +1,16 @@
-"""Our model against transformers' ZAYA of the same shape, weights, batch and dtype, and the MoE against dense products.
+"""Our model against transformers' ZAYA of the same shape, weights, batch and dtype, and the MoE against dense
+products.
 
     python benchmarks/speed.py            all three comparisons; --rounds N for more repetitions
 
-Outputs are compared first, and a difference ends the script with status 1: a fast path that computes something else is no fast
-path. Then the two sides take turns, so that a noisy machine is noisy for both, and medians and their ratio are printed.
+Outputs are compared first, and a difference ends the script with status 1: a fast path that computes
+something else is no fast path. Then the two sides take turns, so that a noisy machine is noisy for both, and
+medians and their ratio are printed.
 
   step      forward, backward and AdamW of the laptop preset, float32
   decode    tokens a second at batch 1 with a cache, greedy
-  moe       the MoE sublayer, forward and backward, against dense matrix products with the same floating-point operations
+  moe       the MoE sublayer, forward and backward, against dense matrix products with the same floating-point
+            operations
 """
 
 import argparse
@@ -70,26 +73,41 @@ def compare_step(ours, theirs, compiled, rounds):
     seconds = take_turns({"ours, compiled": stepper(compiled.parameters(), lambda: compiled(x, y)[1]),
                           "ours, eager": stepper(ours.parameters(), lambda: ours(x, y)[1]),
                           "transformers, grouped_mm": stepper(theirs.parameters(), loss)}, rounds)
-    report("step", {name: f"{s * 1e3:.0f} ms" for name, s in seconds.items()}, seconds, "transformers, grouped_mm")
+    report(
+        "step",
+        {name: f"{s * 1e3:.0f} ms" for name, s in seconds.items()},
+        seconds,
+        "transformers, grouped_mm",
+    )
 
 
 def compare_decode(ours, theirs, rounds, new=64):
     prompt = torch.randint(1, ours.config.vocab_size, (1, 16), generator=torch.Generator().manual_seed(1))
     mine = lambda: generate(ours, prompt.tolist(), new, temperature=0)[0]
-    others = lambda: theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, min_new_tokens=new,
-                                     do_sample=False)[0, 16:].tolist()
+    others = lambda: theirs.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+    )[0, 16:].tolist()
     if mine() != others():
         sys.exit("greedy tokens differ: no speed is worth that")
     seconds = take_turns({"ours": mine, "transformers": others}, rounds)
-    report("decode", {name: f"{new / s:.0f} tokens/s" for name, s in seconds.items()}, seconds, "transformers")
+    report(
+        "decode", {name: f"{new / s:.0f} tokens/s" for name, s in seconds.items()}, seconds, "transformers"
+    )
 
 
 def compare_moe(model, rounds):
     c, moe = model.config, model.blocks[1].mlp
     x, r = torch.randn(B, T, c.hidden_size, requires_grad=True), torch.randn(B * T, c.router_hidden_size)
     R, F_, D = c.router_hidden_size, c.expert_hidden_size, c.hidden_size
-    shapes = [(D, R), (R, R), (R, R), (R, c.num_classes), (D, 2 * F_), (F_, D)]     # router and one expert, as plain matrices
-    pairs = [(torch.randn(B * T, i, requires_grad=True), torch.randn(i, o, requires_grad=True)) for i, o in shapes]
+    # router and one expert, as plain matrices
+    shapes = [(D, R), (R, R), (R, R), (R, c.num_classes), (D, 2 * F_), (F_, D)]
+    pairs = [
+        (torch.randn(B * T, i, requires_grad=True), torch.randn(i, o, requires_grad=True)) for i, o in shapes
+    ]
     up = torch.randn(B, T, D)
 
     def sublayer():
@@ -109,7 +127,9 @@ def report(what, shown, seconds, base):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=12)
     rounds = parser.parse_args().rounds
     torch.set_flush_denormal(True)
@@ -120,7 +140,10 @@ def main():
     compiled.load_state_dict(ours.state_dict())
     theirs = transformers_twin(ours, experts_implementation="grouped_mm")
     compiled.compile_blocks()
-    print(f"{ours.num_parameters():,} parameters, {B} x {T} tokens, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(
+        f"{ours.num_parameters():,} parameters, {B} x {T} tokens, {torch.get_num_threads()} threads, torch "
+        f"{torch.__version__}"
+    )
     compare_step(ours, theirs, compiled, rounds)
     compare_decode(ours.eval(), theirs.eval(), max(3, rounds // 4))
     compare_moe(ours.train(), rounds)

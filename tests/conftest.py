@@ -1,4 +1,5 @@
-"""Shared by all tests: the repository on the path, one thread (two processes share two cores), small random models."""
+"""Shared by all tests: the repository on the path, one thread (two processes share two cores), small random
+models."""
 
 import os
 import sys
@@ -18,9 +19,11 @@ torch.set_num_threads(1)
 
 
 def randomised(model, seed=0):
-    """Give every parameter and balancing bias a value of trained-like size, none of them special, and return the model.
+    """Give every parameter and balancing bias a value of trained-like size, none of them special, and return
+    the model.
 
-    Temperatures 0.8 to 12, residual scales 0.05 to 4, non-zero biases and uneven balancing, as in released weights.
+    Temperatures 0.8 to 12, residual scales 0.05 to 4, non-zero biases and uneven balancing, as in released
+    weights.
     """
     g = torch.Generator().manual_seed(seed)
     uniform = lambda p, low, high: p.copy_(torch.rand(p.shape, generator=g) * (high - low) + low)
@@ -60,7 +63,10 @@ def ids():
 
 
 def close(actual, expected, tolerance, name):
-    """Largest error relative to the largest expected value; the message names the tensor, the error and what was allowed."""
+    """Largest error relative to the largest expected value; the message names the tensor, the error and what
+    was allowed."""
     error = (actual - expected).abs().max().item() / max(expected.abs().max().item(), 1e-30)
-    assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    assert actual.shape == expected.shape, (
+        f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    )
     assert error <= tolerance, f"{name}: relative error {error:.3g}, allowed {tolerance:.3g}"

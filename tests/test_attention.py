@@ -15,7 +15,9 @@ def chunked(model, tokens, sizes, segments=None):
     cache, parts, at = model.new_cache(len(tokens), tokens.shape[1]), [], 0
     for size in sizes:
         part = slice(at, at + size)
-        parts.append(model(tokens[:, part], segments=None if segments is None else segments[:, part], cache=cache)[0])
+        parts.append(
+            model(tokens[:, part], segments=None if segments is None else segments[:, part], cache=cache)[0]
+        )
         at += size
     assert cache.length == tokens.shape[1]
     return torch.cat(parts, dim=1)
@@ -36,7 +38,10 @@ def test_cached_q_k_v_equal_the_uncached_ones(make, ids):
     x = torch.randn(2, 9, config.hidden_size)
     whole = cca.qkv(x, Context(config, (2, 9), 0, None, x.device))
     state = model.new_cache(2, 9).blocks[0]
-    parts = [cca.qkv(x[:, a:b], Context(config, (2, b - a), a, None, x.device), state) for a, b in ((0, 1), (1, 5), (5, 9))]
+    parts = [
+        cca.qkv(x[:, a:b], Context(config, (2, b - a), a, None, x.device), state)
+        for a, b in ((0, 1), (1, 5), (5, 9))
+    ]
     for name, expected, pieces in zip("qkv", whole, zip(*parts)):
         close(torch.cat(pieces, dim=2), expected, 1e-5, name)
 
@@ -71,7 +76,9 @@ def test_no_token_sees_a_later_one(make, ids):
     with torch.no_grad():
         before, after = model(a)[0], model(b)[0]
     assert torch.equal(before[:, :7], after[:, :7])
-    assert (before[:, 7:] != after[:, 7:]).any(dim=-1).all(), "the changed token must reach itself and all later ones"
+    assert (before[:, 7:] != after[:, 7:]).any(dim=-1).all(), (
+        "the changed token must reach itself and all later ones"
+    )
 
 
 def test_later_chunk_is_causal_behind_cached_tokens(make, ids):
@@ -93,7 +100,12 @@ def test_left_padding_changes_nothing(make, ids, window):
         padded = torch.cat([ids(1, pad, seed=pad), prompt], dim=1)
         segments = torch.cat([torch.full((1, pad), -1), torch.zeros(1, 7, dtype=torch.int64)], dim=1)
         close(model(padded, segments=segments)[0][:, pad:], expected, 1e-5, f"logits behind {pad} pads")
-        close(chunked(model, padded, (2, pad + 5), segments)[:, pad:], expected, 1e-5, f"cached logits behind {pad} pads")
+        close(
+            chunked(model, padded, (2, pad + 5), segments)[:, pad:],
+            expected,
+            1e-5,
+            f"cached logits behind {pad} pads",
+        )
 
 
 @pytest.mark.parametrize("conv_kernels", [(2, 2), (3, 4), (2,), ()])
@@ -133,8 +145,10 @@ def test_cache_refuses_what_it_cannot_hold(make, ids):
         model(ids(2, 1), segments=torch.zeros(2, 1, dtype=torch.int64), cache=cache)
 
 
-@pytest.mark.parametrize("changes", [dict(conv_kernels=()), dict(conv_kernels=(2,)), dict(qk_mean=False), dict(value_shift=False),
-                                     dict(num_kv_heads=4), dict(conv_kernels=(), qk_mean=False, value_shift=False)])
+@pytest.mark.parametrize("changes", [dict(conv_kernels=()), dict(conv_kernels=(2,)), dict(qk_mean=False),
+                                     dict(value_shift=False),
+                                     dict(num_kv_heads=4), dict(conv_kernels=(),
+                                     qk_mean=False, value_shift=False)])
 def test_ablations_change_the_result_and_still_decode(make, ids, changes):
     model, plain = make(**changes), make()
     tokens = ids(2, 9)
@@ -146,5 +160,6 @@ def test_every_attention_parameter_learns_from_the_first_step(ids):
     torch.manual_seed(0)
     model = ZAYA(ZAYAConfig.preset("tiny"))
     model(ids(2, 11), ids(2, 11, seed=1))[1].backward()
-    for name, p in itertools.chain(*(b.self_attn.named_parameters(prefix=f"block {i}") for i, b in enumerate(model.blocks))):
+    named = [b.self_attn.named_parameters(prefix=f"block {i}") for i, b in enumerate(model.blocks)]
+    for name, p in itertools.chain(*named):
         assert p.grad.abs().max() > 0, f"{name} has no gradient at the start"

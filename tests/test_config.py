@@ -26,7 +26,9 @@ class Example:
 
 
 def test_flags_set_fields():
-    parsed, = config.parse("x", "", ["--rate=0.25", "--count", "3", "--kinds=1,2,3", "--kind=b", "--no-on"], Example)
+    (parsed,) = config.parse(
+        "x", "", ["--rate=0.25", "--count", "3", "--kinds=1,2,3", "--kind=b", "--no-on"], Example
+    )
     assert parsed == Example(0.25, 3, (1, 2, 3), "b", False)
     assert config.parse("x", "", ["--count=none", "--kinds="], Example)[0] == Example(kinds=())
 
@@ -37,8 +39,10 @@ def test_defaults_may_be_replaced_and_flags_still_win():
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["--rat=1"], "did you mean --rate"), (["--rate=x"], "number"), (["--rate"], "expected one argument"), (["--kind=c"], "'a', 'b'"),
-    (["--count=1.5"], "whole number"), (["--kinds=a"], "2,2"), (["--rate=3"], "at most 1"), (["stray"], "stray"),
+    (["--rat=1"], "did you mean --rate"), (["--rate=x"], "number"), (["--rate"], "expected one argument"),
+    (["--kind=c"], "'a', 'b'"),
+    (["--count=1.5"], "whole number"), (["--kinds=a"], "2,2"), (["--rate=3"], "at most 1"),
+    (["stray"], "stray"),
     (["--hidden=1"], "unknown flag --hidden")])
 def test_mistakes_end_in_one_line_and_status_2(argv, words, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -53,4 +57,6 @@ def test_every_flag_is_in_the_help_with_its_default(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     for field in (*dataclasses.fields(TrainConfig), *dataclasses.fields(ZAYAConfig)):
         if field.metadata["help"]:
-            assert f"--{field.name.replace('_', '-')}" in shown and f"(default: {field.default})" in shown, field.name
+            assert f"--{field.name.replace('_', '-')}" in shown and f"(default: {field.default})" in shown, (
+                field.name
+            )

@@ -27,18 +27,38 @@ def test_parameters_by_group_as_published():
         model = ZAYA(ZAYAConfig.preset("zaya1_8b"))
     groups = dict.fromkeys(("embed", "conv", "experts", "gate", "residual", "norm", "attn"), 0)
     for name, p in model.named_parameters():
-        key = next(k for k, words in (("embed", ("embed",)), ("conv", ("conv_qk",)), ("experts", ("experts",)), ("gate", ("gate.",)),
-                                      ("residual", ("_scale", "_bias")), ("norm", ("norm",)), ("attn", ("self_attn",)))
-                   if any(word in name for word in words))
+        key = next(
+            k
+            for k, words in (
+                ("embed", ("embed",)),
+                ("conv", ("conv_qk",)),
+                ("experts", ("experts",)),
+                ("gate", ("gate.",)),
+                ("residual", ("_scale", "_bias")),
+                ("norm", ("norm",)),
+                ("attn", ("self_attn",)),
+            )
+            if any(word in name for word in words)
+        )
         groups[key] += p.numel()
-    assert groups == {"embed": 537_133_056, "conv": 13_312_000, "experts": 8_053_063_680, "gate": 26_439_424, "residual": 659_456,
-                      "norm": 165_888, "attn": 209_715_280}
+    assert groups == {
+        "embed": 537_133_056,
+        "conv": 13_312_000,
+        "experts": 8_053_063_680,
+        "gate": 26_439_424,
+        "residual": 659_456,
+        "norm": 165_888,
+        "attn": 209_715_280,
+    }
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunked_loss_equals_the_whole_one(chunk):
     g = torch.Generator().manual_seed(0)
-    h, w = torch.randn(23, 12, generator=g, requires_grad=True), torch.randn(37, 12, generator=g, requires_grad=True)
+    h, w = (
+        torch.randn(23, 12, generator=g, requires_grad=True),
+        torch.randn(37, 12, generator=g, requires_grad=True),
+    )
     targets = torch.randint(0, 37, (23,), generator=g)
     targets[3:6] = -1
     expected = F.cross_entropy(h @ w.t(), targets, ignore_index=-1)
@@ -57,7 +77,8 @@ def test_loss_without_any_target_is_zero_and_finite():
 
 
 def test_loss_never_holds_all_logits():
-    """The largest tensor that the loss makes for 512 tokens and 5000 classes is one chunk of logits or the weight's gradient."""
+    """The largest tensor that the loss makes for 512 tokens and 5000 classes is one chunk of logits or the
+    weight's gradient."""
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):
         size = 0
 
@@ -162,7 +183,13 @@ def test_compiled_blocks_give_the_same_numbers(make, ids):
             model.compile_blocks()
         _, loss = model(ids(2, 9), ids(2, 9, seed=1))
         loss.backward()
-        results.append((loss, {name: p.grad for name, p in model.named_parameters()}, [b.mlp.gate.load for b in model.blocks]))
+        results.append(
+            (
+                loss,
+                {name: p.grad for name, p in model.named_parameters()},
+                [b.mlp.gate.load for b in model.blocks],
+            )
+        )
     close(results[1][0], results[0][0], 1e-6, "loss")
     for name in results[0][1]:
         close(results[1][1][name], results[0][1][name], 1e-4, f"gradient of {name}")
@@ -170,9 +197,12 @@ def test_compiled_blocks_give_the_same_numbers(make, ids):
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(num_heads=5), "num_heads 5"), (dict(head_dim=6), "must be even"), (dict(top_k=5), "top_k 5 exceeds"),
-    (dict(num_experts=0), "at least 1"), (dict(skip_expert="maybe"), "identity, zero, off"), (dict(sliding_window=0), "sliding_window"),
-    (dict(conv_kernels=(2, 2, 2)), "up to two"), (dict(router="softmax"), "zaya1, linear"), (dict(rope_fraction=1.5), "RoPE"),
+    (dict(num_heads=5), "num_heads 5"), (dict(head_dim=6), "must be even"), (dict(top_k=5),
+    "top_k 5 exceeds"),
+    (dict(num_experts=0), "at least 1"), (dict(skip_expert="maybe"), "identity, zero, off"),
+    (dict(sliding_window=0), "sliding_window"),
+    (dict(conv_kernels=(2, 2, 2)), "up to two"), (dict(router="softmax"), "zaya1, linear"),
+    (dict(rope_fraction=1.5), "RoPE"),
     (dict(num_kv_heads=1, head_dim=5, rope_fraction=0.4, num_heads=1), "value shift halves")])
 def test_impossible_configurations_are_refused_in_words(changes, words):
     with pytest.raises(ValueError, match=words):
@@ -184,7 +214,8 @@ def test_unknown_preset_lists_the_known_ones():
         ZAYAConfig.preset("zaya2")
 
 
-@pytest.mark.parametrize("changes", [dict(router="linear"), dict(eda=False), dict(residual_scaling=False), dict(skip_expert="off")])
+@pytest.mark.parametrize("changes", [dict(router="linear"), dict(eda=False), dict(residual_scaling=False),
+                                     dict(skip_expert="off")])
 def test_ablations_train_every_parameter(changes, ids):
     torch.manual_seed(0)
     model = ZAYA(ZAYAConfig.preset("tiny", **changes))

@@ -1,4 +1,5 @@
-"""Muon: singular values, each expert by itself, the size of its update; groups; schedule; sharing the work over ranks."""
+"""Muon: singular values, each expert by itself, the size of its update; groups; schedule; sharing the work
+over ranks."""
 
 import math
 import subprocess
@@ -15,7 +16,8 @@ from model import ZAYA, ZAYAConfig
 @pytest.mark.parametrize("rows, cols", [(8, 16), (16, 8), (12, 12), (17, 5), (32, 32), (2, 16), (64, 40)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_newton_schulz_brings_all_singular_values_near_one(rows, cols, dtype):
-    """Small multiples of every shape in the 8B model. The band is that of the published coefficients; they never settle at 1."""
+    """Small multiples of every shape in the 8B model. The band is that of the published coefficients; they
+    never settle at 1."""
     g = torch.Generator().manual_seed(rows * cols)
     U = torch.randn(5, rows, cols, generator=g)
     values = torch.linalg.svdvals(optim.newton_schulz(U, dtype=dtype))
@@ -51,7 +53,9 @@ def test_step_follows_the_equations():
             p.grad = torch.randn(p.shape, generator=g)
             buffers[name] = 0.9 * buffers[name] + p.grad
             update = p.grad + 0.9 * buffers[name]
-            X = optim.newton_schulz(update.view(-1, *p.shape[-2:]), dtype=optim.fast_dtype(p.device)).view_as(p)
+            X = optim.newton_schulz(update.view(-1, *p.shape[-2:]), dtype=optim.fast_dtype(p.device)).view_as(
+                p
+            )
             expected[name] = expected[name] * (1 - 0.1 * 0.2) - 0.1 * 0.2 * math.sqrt(max(p.shape[-2:])) * X
         optimizer.step()
     for name in params:
@@ -64,19 +68,32 @@ def test_update_has_the_rms_of_a_typical_adamw_update():
         p = torch.nn.Parameter(torch.zeros(shape))
         p.grad = torch.randn(shape, generator=g)
         optim.Muon([("p", p)], lr=1.0, weight_decay=0.0).step()
-        assert 0.15 < p.detach().square().mean().sqrt() < 0.25, f"{shape}: {p.detach().square().mean().sqrt():.3f}"
+        assert 0.15 < p.detach().square().mean().sqrt() < 0.25, (
+            f"{shape}: {p.detach().square().mean().sqrt():.3f}"
+        )
 
 
 def test_every_parameter_is_in_exactly_one_group():
     model = ZAYA(ZAYAConfig.preset("tiny"))
     lists = optim.groups(model)
     names = [name for group in lists.values() for name, _ in group]
-    assert sorted(names) == sorted(name for name, _ in model.named_parameters()) and len(names) == len(set(names))
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters()) and len(names) == len(
+        set(names)
+    )
     muon = {name.split("blocks.0.")[-1] for name, _ in lists["muon"] if "blocks.0" in name}
-    assert muon == {"self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj_current.weight",
-                    "self_attn.v_proj_delayed.weight", "self_attn.o_proj.weight", "mlp.gate.down_proj.weight",
-                    "mlp.gate.fc1.weight", "mlp.gate.fc2.weight", "mlp.gate.out_proj.weight", "mlp.experts.gate_up_proj",
-                    "mlp.experts.down_proj"}
+    assert muon == {
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj_current.weight",
+        "self_attn.v_proj_delayed.weight",
+        "self_attn.o_proj.weight",
+        "mlp.gate.down_proj.weight",
+        "mlp.gate.fc1.weight",
+        "mlp.gate.fc2.weight",
+        "mlp.gate.out_proj.weight",
+        "mlp.experts.gate_up_proj",
+        "mlp.experts.down_proj",
+    }
     decayed = {name for name, _ in lists["adamw"]}
     assert decayed == {"embed_tokens.weight", *(f"blocks.{i}.self_attn.conv_qk_{c}.weight" for i in range(2)
                                                 for c in ("depthwise", "grouped"))}
@@ -102,8 +119,8 @@ def test_ranks_share_the_work_and_get_the_weights_of_one(tmp_path):
     program.write_text("""import os, sys, torch, torch.distributed as dist, optim
 if int(os.environ.get("WORLD_SIZE", 1)) > 1: dist.init_process_group("gloo")
 g = torch.Generator().manual_seed(0)
-params = {f"p{i}": torch.nn.Parameter(torch.randn(s, generator=g)) for i, s in enumerate([(6, 4), (3, 6, 4), (5, 8), (2, 5, 8)])}
-muon = optim.Muon(params.items(), 0.1)
+params = {f"p{i}": torch.nn.Parameter(torch.randn(s, generator=g)) for i, s in enumerate([(6, 4), (3, 6, 4),
+(5, 8), (2, 5, 8)])} muon = optim.Muon(params.items(), 0.1)
 for _ in range(3):
     for p in params.values(): p.grad = torch.randn(p.shape, generator=g)
     muon.step()
@@ -117,8 +134,16 @@ if dist.is_initialized(): dist.destroy_process_group()
     results = {}
     for ranks in (1, 2, 3):
         out = tmp_path / f"{ranks}.pt"
-        launch = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        subprocess.run([sys.executable, *launch, str(program), str(out)], check=True, timeout=100, cwd=ROOT, capture_output=True)
+        launch = (
+            [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        )
+        subprocess.run(
+            [sys.executable, *launch, str(program), str(out)],
+            check=True,
+            timeout=100,
+            cwd=ROOT,
+            capture_output=True,
+        )
         results[ranks] = torch.load(out, weights_only=True)
     for ranks in (2, 3):
         params, owned = results[ranks]

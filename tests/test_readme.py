@@ -1,4 +1,5 @@
-"""What the README says of files, flags and commands is true. `python tests/test_readme.py` rewrites its line counts."""
+"""What the README says of files, flags and commands is true. `python tests/test_readme.py` rewrites its line
+counts."""
 
 import re
 import shlex

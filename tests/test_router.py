@@ -125,7 +125,9 @@ def test_micro_batches_make_one_step_of_their_sum(make, ids):
         balancer = Balancer(model, 1e-3)
         load = train_once(model, balancer, batches)
         results.append((load, biases(model)))
-        assert all(int(s["step"]) == 1 for s in balancer.optimizer.state.values()), "one update per optimizer step"
+        assert all(int(s["step"]) == 1 for s in balancer.optimizer.state.values()), (
+            "one update per optimizer step"
+        )
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 
@@ -142,7 +144,8 @@ def test_first_step_moves_busy_down_idle_up_and_leaves_skip(make, ids):
     before = biases(model)
     load = train_once(model, Balancer(model, 1e-3), [ids(4, 16)])
     moved = biases(model) - before
-    expected = -1e-3 * (load / load.sum(1, keepdim=True) - 1 / 4).sign()        # AdamW's first step has the size of its rate
+    # AdamW's first step has the size of its rate
+    expected = -1e-3 * (load / load.sum(1, keepdim=True) - 1 / 4).sign()
     assert (moved[:, 4] == 0).all() and (biases(model)[:, 4] == -1).all()
     close(moved[:, :4], expected[:, :4], 1e-3, "first balancing step")
 
@@ -184,7 +187,8 @@ def test_health_of_known_loads():
 
 
 def balanced_run(rate, steps=200):
-    """Largest share of an expert and smallest, over the last quarter of a tiny training on random text with structure."""
+    """Largest share of an expert and smallest, over the last quarter of a tiny training on random text with
+    structure."""
     torch.manual_seed(0)
     model = ZAYA(ZAYAConfig.preset("tiny", vocab_size=64)).train()
     optimizer, balancer = torch.optim.AdamW(model.parameters(), 3e-3), Balancer(model, rate)

@@ -1,4 +1,5 @@
-"""The loop: plan, resume, ranks, signals, refusals. Runs are tiny: 12 steps of a 2-block model on made-up text."""
+"""The loop: plan, resume, ranks, signals, refusals. Runs are tiny: 12 steps of a 2-block model on made-up
+text."""
 
 import csv
 import json
@@ -19,15 +20,31 @@ from conftest import ROOT, close
 from model import ZAYAConfig
 from recipe import Phase, TrainConfig, micro_steps, plan
 
-SMALL = dict(preset="tiny", tokenizer="bytes", tokens=12 * 256, batch_tokens=256, seq_len=32, micro_tokens=64, eval_every=4,
-             eval_tokens=256, save_every=4, sample_every=0, log_every=1, device="cpu", compile="off")
+SMALL = dict(
+    preset="tiny",
+    tokenizer="bytes",
+    tokens=12 * 256,
+    batch_tokens=256,
+    seq_len=32,
+    micro_tokens=64,
+    eval_every=4,
+    eval_tokens=256,
+    save_every=4,
+    sample_every=0,
+    log_every=1,
+    device="cpu",
+    compile="off",
+)
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """A text with structure: words of a small made-up language."""
     g = torch.Generator().manual_seed(0)
-    words = ["".join(chr(97 + int(c)) for c in torch.randint(0, 26, (int(n),), generator=g)) for n in torch.randint(2, 8, (60,), generator=g)]
+    words = [
+        "".join(chr(97 + int(c)) for c in torch.randint(0, 26, (int(n),), generator=g))
+        for n in torch.randint(2, 8, (60,), generator=g)
+    ]
     file = tmp_path_factory.mktemp("data") / "words.txt"
     file.write_text(" ".join(words[int(i)] for i in torch.randint(0, 60, (6000,), generator=g)))
     return str(file)
@@ -69,8 +86,21 @@ def agreed(self, device):
 train.Stop.agreed = agreed
 train.main(sys.argv[1:])
 """)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *extra, program]
-    done = subprocess.run(command + flags(**{**SMALL, "data": text, "out": out, **changes}), capture_output=True, text=True, timeout=120)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        *extra,
+        program,
+    ]
+    done = subprocess.run(
+        command + flags(**{**SMALL, "data": text, "out": out, **changes}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     return done
 
@@ -78,7 +108,10 @@ train.main(sys.argv[1:])
 def rows(out):
     """log.csv without its comment, and without what the clock decides."""
     lines = [line for line in (Path(out) / "log.csv").read_text().splitlines() if not line.startswith("#")]
-    return [{k: v for k, v in row.items() if k not in ("step_ms", "tokens_per_s")} for row in csv.DictReader(lines)]
+    return [
+        {k: v for k, v in row.items() if k not in ("step_ms", "tokens_per_s")}
+        for row in csv.DictReader(lines)
+    ]
 
 
 def weights(out):
@@ -99,12 +132,17 @@ def everything(path):
     return tensors
 
 
-# ---------------------------------------------------------------------------------------------------- one process
+# -------------------------------------------------------------------------------- one process
 
 def test_loss_falls_and_a_second_run_is_bitwise_equal(text, tmp_path):
     first, second = go(text, "a"), go(text, "b")
     same("a", "b")
-    assert rows("a") == rows("b") and first["step"] == 12 and first["tokens"] == 3072 and first["val_loss"] == second["val_loss"]
+    assert (
+        rows("a") == rows("b")
+        and first["step"] == 12
+        and first["tokens"] == 3072
+        and first["val_loss"] == second["val_loss"]
+    )
     assert float(rows("a")[-1]["train_loss"]) < float(rows("a")[0]["train_loss"]) - 0.5
     assert set(first) == {"step", "train_loss", "val_loss", "tokens", "out"}
 
@@ -141,7 +179,9 @@ def test_accumulated_micro_steps_give_the_mean_loss_and_the_same_step(text):
     for micro in (64, 256):
         go(text, f"micro{micro}", micro_tokens=micro, optimizer="adamw", tokens=3 * 256)
     few, many = rows("micro64"), rows("micro256")
-    assert [abs(float(a["train_loss"]) - float(b["train_loss"])) < 1e-3 for a, b in zip(few, many)] == [True] * 3
+    assert [abs(float(a["train_loss"]) - float(b["train_loss"])) < 1e-3 for a, b in zip(few, many)] == [
+        True
+    ] * 3
     assert few[0]["load"] == many[0]["load"] and few[0]["train_loss"] == many[0]["train_loss"]
     a, b = weights("micro64"), weights("micro256")
     assert all(torch.equal(a[name], b[name]) for name in a if "balancing" in name)
@@ -156,7 +196,10 @@ def test_phases_change_context_rope_and_rate(text, monkeypatch):
     assert result["step"] == 6 and [r["phase"] for r in log] == ["short"] * 4 + ["long"] * 2
     assert float(log[3]["lr"]) == pytest.approx(0.01) and float(log[5]["lr"]) == pytest.approx(0.001)
     events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
-    assert [(e["step"], e["seq_len"], e["rope_theta"]) for e in events if e["what"] == "phase"] == [(0, 16, 1e4), (4, 64, 1e6)]
+    assert [(e["step"], e["seq_len"], e["rope_theta"]) for e in events if e["what"] == "phase"] == [
+        (0, 16, 1e4),
+        (4, 64, 1e6),
+    ]
     config = checkpoint.load_weights("run")[0]["config"]["model"]
     assert config["rope_theta"] == 1e6 and config["max_seq_len"] == 64
 
@@ -180,8 +223,13 @@ def test_not_finite_gradient_changes_nothing(text, monkeypatch):
 
     def poisoned(run, step):
         if step in (3, 4):
-            states.append({name: tensor.clone() for name, (owner, key) in checkpoint._flatten(run.state()).items()
-                           if isinstance(tensor := owner[key], torch.Tensor)})
+            states.append(
+                {
+                    name: tensor.clone()
+                    for name, (owner, key) in checkpoint._flatten(run.state()).items()
+                    if isinstance(tensor := owner[key], torch.Tensor)
+                }
+            )
         loss = real(run, step)
         if step == 3:
             run.model.embed_tokens.weight.grad[0, 0] = float("nan")
@@ -190,7 +238,9 @@ def test_not_finite_gradient_changes_nothing(text, monkeypatch):
     go(text, "run", tokens=6 * 256)
     different = [name for name in states[0] if not torch.equal(states[0][name], states[1][name])]
     assert len(states[0]) > 100 and not different, f"changed by a bad step: {different[:5]}"
-    assert [json.loads(e)["step"] for e in Path("run/events.jsonl").read_text().splitlines() if "bad_step" in e] == [4]
+    assert [
+        json.loads(e)["step"] for e in Path("run/events.jsonl").read_text().splitlines() if "bad_step" in e
+    ] == [4]
 
 
 def test_run_of_bad_steps_ends_with_advice(text, monkeypatch):
@@ -217,14 +267,18 @@ def test_weights_to_start_from(text):
         checkpoint.load("first.pt", {})
 
 
-# ---------------------------------------------------------------------------------------------------- plan and counting
+# -------------------------------------------------------------------------------- plan and counting
 
 def test_published_recipe_has_the_published_numbers():
     phases = plan(TrainConfig(recipe="zaya1"))
     assert phases[0][2].batch_tokens == 16_777_216
     assert phases[1][0] + phases[1][1] == pytest.approx(715_256, abs=1)         # 12T tokens
-    assert [p.seq_len for _, _, p in phases] == [4096, 4096, 32768] and [p.rope_theta for _, _, p in phases] == [1e4, 1e4, 1e6]
-    assert (phases[0][2].lr, phases[0][2].lr_end) == (6e-4, 2e-4) and sum(phases[2][2].mix.values()) == pytest.approx(1)
+    assert [p.seq_len for _, _, p in phases] == [4096, 4096, 32768] and [
+        p.rope_theta for _, _, p in phases
+    ] == [1e4, 1e4, 1e6]
+    assert (phases[0][2].lr, phases[0][2].lr_end) == (6e-4, 2e-4) and sum(
+        phases[2][2].mix.values()
+    ) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
@@ -242,15 +296,20 @@ def test_ranks_that_do_not_divide_are_refused_with_a_batch_that_does():
 def test_mfu_counts_active_parameters_and_knows_what_it_does_not_know(make):
     model = make()
     c = model.config
-    assert train.flops_per_token(model, 64) == 6 * model.num_parameters(active=True) + 6 * c.num_blocks * 4 * 16 * 64
+    assert (
+        train.flops_per_token(model, 64)
+        == 6 * model.num_parameters(active=True) + 6 * c.num_blocks * 4 * 16 * 64
+    )
     assert train.mfu(1e12, torch.device("cpu"), 1) == "n/a"
 
 
-# ---------------------------------------------------------------------------------------------------- refusals
+# -------------------------------------------------------------------------------- refusals
 
 def refused(args, *words):
     """The command ends with status 2 and one line that holds these words."""
-    done = subprocess.run([sys.executable, str(ROOT / "train.py"), *args], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *args], capture_output=True, text=True, timeout=60
+    )
     lines = done.stderr.strip().splitlines()
     assert done.returncode == 2 and len(lines) == 1, done.stderr
     for word in words:
@@ -258,9 +317,12 @@ def refused(args, *words):
 
 
 @pytest.mark.parametrize("args, words", [
-    (["--foo=1"], ["--foo"]), (["--lerning-rate=1"], ["--lerning-rate"]), (["--evalevery=3"], ["did you mean --eval-every"]),
-    (["--lr=abc"], ["--lr", "number", "abc"]), (["--lr"], ["--lr", "expected one argument"]), (["--num-heads=5"], ["num_heads 5"]),
-    (["--optimizer=sgd"], ["--optimizer", "muon", "adamw"]), (["--data=nowhere.txt"], ["nowhere.txt"]), (["--top-k=9"], ["top_k 9"])])
+    (["--foo=1"], ["--foo"]), (["--lerning-rate=1"], ["--lerning-rate"]),
+    (["--evalevery=3"], ["did you mean --eval-every"]),
+    (["--lr=abc"], ["--lr", "number", "abc"]), (["--lr"], ["--lr", "expected one argument"]),
+    (["--num-heads=5"], ["num_heads 5"]),
+    (["--optimizer=sgd"], ["--optimizer", "muon", "adamw"]), (["--data=nowhere.txt"], ["nowhere.txt"]),
+    (["--top-k=9"], ["top_k 9"])])
 def test_bad_flags_end_in_one_line(args, words):
     refused(args, *words)
 
@@ -290,11 +352,25 @@ def test_checkpoint_of_another_configuration_is_refused(text):
         go(text, "run", tokens=512, resume="auto", model=ZAYAConfig.preset("tiny", hidden_size=40))
 
 
-# ---------------------------------------------------------------------------------------------------- signals
+def test_resume_with_another_tokenizer_is_refused_and_nothing_changes(text, tmp_path):
+    (tmp_path / "other.txt").write_text("quite another text " * 2000)
+    go(text, "run", tokens=256, tokenizer="bpe:300")
+    before = {f: f.read_bytes() for f in Path("run").rglob("*") if f.is_file()}
+    with pytest.raises(ValueError, match="--tokenizer bpe:run/tokenizer.json"):
+        go(str(tmp_path / "other.txt"), "run", tokens=512, tokenizer="bpe:300", resume="auto")
+    assert before == {f: f.read_bytes() for f in Path("run").rglob("*") if f.is_file()}
+    go(str(tmp_path / "other.txt"), "run", tokens=512, tokenizer="bpe:run/tokenizer.json", resume="auto")
+
+
+# -------------------------------------------------------------------------------- signals
 
 def start(text, out, **changes):
-    return subprocess.Popen([sys.executable, str(ROOT / "train.py"), *flags(**{**SMALL, "data": text, "out": out, **changes})],
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *flags(**{**SMALL, "data": text, "out": out, **changes})],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def wait_for_step(out, step, process, limit=60):
@@ -304,7 +380,8 @@ def wait_for_step(out, step, process, limit=60):
         if log.exists() and sum(line[:1].isdigit() for line in log.read_text().splitlines()) >= step:
             return
         time.sleep(0.02)
-    raise AssertionError(f"step {step} not reached: {process.stdout.read()[-800:] if process.poll() is not None else 'too slow'}")
+    said = process.stdout.read()[-800:] if process.poll() is not None else "too slow"
+    raise AssertionError(f"step {step} not reached: {said}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -323,15 +400,19 @@ def test_signal_saves_and_leaves_and_the_rest_is_bitwise_equal(text, number):
     same("run", "straight")
 
 
-# ---------------------------------------------------------------------------------------------------- several ranks
+# -------------------------------------------------------------------------------- several ranks
 
 @pytest.mark.slow
 def test_two_ranks_make_the_step_of_one(text):
-    """Cases B6, C1, C2, C25: first step equal to rounding, biases and loads exactly, data shared out and not repeated."""
+    """Cases B6, C1, C2, C25: first step equal to rounding, biases and loads exactly, data shared out and not
+    repeated."""
     go(text, "one", tokens=512, optimizer="adamw", eval_every=1)
     torchrun(text, "two", tokens=512, optimizer="adamw", eval_every=1)
     one, two = rows("one"), rows("two")
-    assert one[0]["load"] == two[0]["load"] and abs(float(one[0]["train_loss"]) - float(two[0]["train_loss"])) < 2e-5
+    assert (
+        one[0]["load"] == two[0]["load"]
+        and abs(float(one[0]["train_loss"]) - float(two[0]["train_loss"])) < 2e-5
+    )
     assert abs(float(one[-1]["val_loss"]) - float(two[-1]["val_loss"])) < 1e-3
     a, b = weights("one"), weights("two")
     for name in a:
@@ -374,9 +455,25 @@ def gradients(run, step):
 train.Run.gradients = gradients
 train.main(sys.argv[1:])
 """)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", str(program)]
-    done = subprocess.run(command + flags(**{**SMALL, "data": text, "out": "run", "resume": "auto"}), capture_output=True, text=True,
-                          timeout=120, env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})   # pytorch issue 135712
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        str(program),
+    ]
+    done = subprocess.run(
+        command + flags(**{**SMALL, "data": text, "out": "run", "resume": "auto"}),
+        capture_output=True,
+        text=True,
+        # pytorch issue 135712
+        timeout=120,
+        env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )
     assert done.returncode == 0, done.stderr[-6000:]
-    starts = [json.loads(e)["step"] for e in Path("run/events.jsonl").read_text().splitlines() if '"start"' in e]
+    starts = [
+        json.loads(e)["step"] for e in Path("run/events.jsonl").read_text().splitlines() if '"start"' in e
+    ]
     assert starts == [0, 8] and rows("run")[-1]["step"] == "12"
