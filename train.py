@@ -37,21 +37,12 @@ import data
 import kernels_hip
 import optim
 from model import PRESETS, ZAYA, ZAYAConfig, require
+from plan import CARDS
 from recipe import TrainConfig, micro_steps, plan, print_plan
 from router import Balancer, balance_health
 from sample import generate, newest_run
 
 
-# Dense bf16 peak in FLOP/s, from datasheets, for model FLOPs utilisation. An unknown device gives n/a, never
-# a guess.
-PEAK = {
-    "MI300X": 1307e12,
-    "MI325X": 1307e12,
-    "MI250X": 383e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "A100": 312e12,
-}
 MAX_BAD_STEPS = 10
 
 
@@ -155,7 +146,7 @@ def flops_per_token(model, seq_len):
 def mfu(flops_per_second, device, world):
     """Model FLOPs utilisation as text, "n/a" on a device whose peak is not listed."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak = next((flops for key, flops in PEAK.items() if key in name), None)
+    peak = next((card.peak for key, card in CARDS.items() if key in name), None)
     return f"{flops_per_second / world / peak:.1%}" if peak else "n/a"
 
 
@@ -298,7 +289,8 @@ class Run:
         self.ddp = self.model
         if world > 1:
             ids = [local_rank] if self.device.type == "cuda" else None
-            self.ddp = torch.nn.parallel.DistributedDataParallel(self.model, ids, broadcast_buffers=False)
+            self.ddp = torch.nn.parallel.DistributedDataParallel(
+                self.model, ids, broadcast_buffers=False, gradient_as_bucket_view=True)     # or gradients exist twice
         self.introduce(dtype, why)
 
     def describe_itself(self):
