@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-import optim
+import plan as planner
 from config import option
 from model import PRESETS, ZAYA, ZAYAConfig, require
 
@@ -105,6 +105,7 @@ class Phase:
     mix: dict
 
 
+PUBLISHED_RANKS = 1024      # 128 nodes of 8 MI300X
 ANY = {"text": 1.0}
 RECIPES = {
     # The published shape of training in minutes: two phases at a short context, then a longer one with a
@@ -215,34 +216,66 @@ def micro_steps(phase, world, micro_tokens):
 
 
 def print_plan(cfg, phases, world):
-    """What --dry-run shows: phases, steps, parameters, memory of one GPU under plain data parallelism."""
-    model = meta_model(cfg.model)
+    """What --dry-run shows: phases, steps, parameters, and the memory of one MI300X under plain data
+    parallelism."""
+    with torch.device("meta"):
+        model = ZAYA(cfg.model)
     total, active = model.num_parameters(), model.num_parameters(active=True, embedding=False)
-    print(f"model {total:,} parameters, {active:,} active for a token (without the embedding)")
+    print(
+        f"model   {total:,} parameters, {active:,} active for a token (without the embedding); {world:,} "
+        f"ranks"
+    )
     for first, steps, p in phases:
         accumulate, size = micro_steps(p, world, cfg.micro_tokens)
         print(
-            f"{p.name}: {p.tokens:.3g} tokens, steps {first:,} to {first + steps:,}, {p.batch_tokens:,} "
-            f"tokens a "
-            f"step, context {p.seq_len:,}, RoPE base {p.rope_theta:g}, lr {p.lr:g} to {p.lr_end:g}, "
-            f"{accumulate} x {size} sequences a rank, mix {p.mix}"
+            f"{p.name}: {p.tokens:.4g} tokens, steps {first:,} to {first + steps:,} of {p.batch_tokens:,} "
+            f"tokens"
         )
-    matrices = sum(p.numel() for _, p in optim.groups(model)["muon"])
-    sharded = matrices / world if cfg.optimizer == "muon" else 0
-    adamw = 2 * (total - matrices if cfg.optimizer == "muon" else total)
-    parts = {"weights": 4 * total, "gradients": 4 * total, "optimizer": 4 * (sharded + adamw)}
-    print("memory a rank: " + ", ".join(f"{k} {v / 1e9:.1f} GB" for k, v in parts.items()))
+        print(
+            f"        context {p.seq_len:,}, RoPE base {p.rope_theta:g}, lr {p.lr:g} to {p.lr_end:g}, a "
+            f"rank takes "
+            f"{accumulate} x {size} sequences"
+        )
+        print(f"        mix {', '.join(f'{name} {share:g}' for name, share in p.mix.items())}")
+        print("        " + memory(cfg, p, size, world))
 
 
-def meta_model(config):
-    """The model without memory, for counting."""
-    with torch.device("meta"):
-        return ZAYA(config)
+def memory(cfg, phase, sequences, world):
+    """One line: what an MI300X would hold in this phase, by the planner's formulas."""
+    sheet = planner.plan(
+        planner.PlanConfig(
+            gpus=world,
+            seq_len=phase.seq_len,
+            batch_tokens=phase.batch_tokens,
+            micro_batch=sequences,
+            optimizer=cfg.optimizer,
+            recompute=cfg.recompute,
+        ),
+        cfg.model,
+    )
+    parts = (
+        "weights",
+        "copies",
+        "gradients",
+        "optimizer_state",
+        "optimizer_scratch",
+        "activations",
+        "logits",
+        "used",
+        "left",
+    )
+    shown = ", ".join(f"{name.replace('_', ' ')} {sheet[name] / 1e9:.3g}" for name in parts)
+    advice = (
+        ""
+        if sheet["left"] >= 0
+        else "; does not fit: " + ("fewer --micro-tokens" if cfg.recompute else "--recompute")
+    )
+    return f"GB of 192: {shown}{advice}"
 
 
 if __name__ == "__main__":
-    for name in RECIPES:
+    for name, world in (("laptop", 1), ("zaya1", PUBLISHED_RANKS)):
         config = TrainConfig(recipe=name, preset={"zaya1": "zaya1_8b"}.get(name, name))
         config.model = ZAYAConfig.preset(config.preset)
         print(f"recipe {name}")
-        print_plan(config, plan(config), world=1024 if name == "zaya1" else 1)
+        print_plan(config, plan(config), world)

@@ -38,7 +38,7 @@ import kernels_hip
 import optim
 from model import PRESETS, ZAYA, ZAYAConfig, require
 from plan import CARDS
-from recipe import TrainConfig, micro_steps, plan, print_plan
+from recipe import PUBLISHED_RANKS, TrainConfig, micro_steps, plan, print_plan
 from router import Balancer, balance_health
 from sample import generate, newest_run
 
@@ -290,7 +290,11 @@ class Run:
         if world > 1:
             ids = [local_rank] if self.device.type == "cuda" else None
             self.ddp = torch.nn.parallel.DistributedDataParallel(
-                self.model, ids, broadcast_buffers=False, gradient_as_bucket_view=True)     # or gradients exist twice
+                self.model,
+                ids,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,       # or every gradient would exist twice
+            )
         self.introduce(dtype, why)
 
     def describe_itself(self):
@@ -599,7 +603,9 @@ def main(argv):
     )
     if cfg.dry_run:
         cfg.model = dataclasses.replace(cfg.model, max_seq_len=max(p.seq_len for _, _, p in plan(cfg)))
-        return print_plan(cfg, plan(cfg), int(os.environ.get("WORLD_SIZE", 1)))
+        return print_plan(
+            cfg, plan(cfg), int(os.environ.get("WORLD_SIZE", PUBLISHED_RANKS if cfg.recipe == "zaya1" else 1))
+        )
     result = train(cfg)
     if int(os.environ.get("RANK", 0)) == 0:
         print(f"next: python sample.py --run {result['out']} --prompt 'class '")
