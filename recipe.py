@@ -112,9 +112,9 @@ RECIPES = {
     # larger RoPE base. The published form in minutes: two phases at a short context, then a longer one with a
     # larger RoPE base.
     "laptop": [
-        Phase("pretrain 1", 1.1e6, 4096, 128, 1e4, 0.012, 0.008, 0.05, ANY),
-        Phase("pretrain 2", 0.5e6, 4096, 128, 1e4, 0.008, 0.003, 0.0, ANY),
-        Phase("midtrain", 0.4e6, 4096, 256, 4e4, 0.003, 0.0003, 0.0, ANY),
+        Phase("pretrain 1", 1.1e6, 4096, 128, 1e4, 0.024, 0.016, 0.05, ANY),
+        Phase("pretrain 2", 0.5e6, 4096, 128, 1e4, 0.016, 0.006, 0.0, ANY),
+        Phase("midtrain", 0.4e6, 4096, 256, 4e4, 0.006, 0.0006, 0.0, ANY),
     ],
     # Published: tokens, contexts, RoPE bases, 6e-4 to 2e-4 in phase 1, 4096 sequences a step, the midtraining
     # mix. Open, hence ours: warm-up, the later rates, the batch of midtraining (one sequence for each of
