@@ -55,7 +55,7 @@ class SampleConfig:
     prompts: str | None = option(None, "file of prompts, one a line")
     num_samples: int = option(1, "texts for each prompt")
     max_new_tokens: int = option(200, "tokens to write, at most")
-    temperature: float = option(0.8, "0 takes the likeliest id; above 1 is wilder")
+    temperature: float = option(0.7, "0 takes the likeliest id; above 1 is wilder")
     top_k: int = option(50, "only the k likeliest ids; 0: all")
     top_p: float = option(1.0, "only the likeliest ids that make up this probability")
     seed: int | None = option(None, "for a draw that repeats")
