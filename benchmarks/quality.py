@@ -33,7 +33,7 @@ from train import evaluate  # noqa: E402
 RESULTS = Path(__file__).parent / "results" / "quality.json"
 TOKENS, BATCH, T = 2_400_000, 4096, 128
 RATES = dict.fromkeys(("zaya", "gpt", "modern"), (0.012, 0.024, 0.048))
-SHARES = {"zaya": (0.45, 0.3), "gpt": (1.0,), "modern": (1.0,)}
+SHARES = {"zaya": (0.45, 0.3, 0.2), "gpt": (1.0,), "modern": (1.0,)}
 
 
 def build(kind, dataset):
