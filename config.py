@@ -108,6 +108,6 @@ def run(main):
     traceback."""
     try:
         sys.exit(main(sys.argv[1:]))
-    except (ValueError, FileNotFoundError, PermissionError, NotADirectoryError) as error:
+    except (ValueError, OSError) as error:
         print(f"{sys.argv[0].rsplit('/', 1)[-1]}: {error}", file=sys.stderr)
         sys.exit(2)

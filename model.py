@@ -101,9 +101,13 @@ class ZAYAConfig:
         require(self.num_heads % self.num_kv_heads == 0,
                 f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         require(self.top_k <= self.num_experts, f"top_k {self.top_k} exceeds num_experts {self.num_experts}")
+        for name in ("init_std", "norm_eps", "rope_theta", "local_rope_theta"):
+            value = getattr(self, name)
+            require(0 < value < math.inf, f"{name} is {value}, it must be a number above 0")
+        require(0 < self.rope_fraction <= 1, f"rope_fraction is {self.rope_fraction}, it must be in (0, 1]")
         rotary = self.head_dim * self.rope_fraction
         require(
-            0 < self.rope_fraction <= 1 and rotary == int(rotary) and rotary % 2 == 0,
+            rotary == int(rotary) and rotary % 2 == 0,
             f"RoPE would turn {rotary:g} of {self.head_dim} channels: head_dim * rope_fraction must be even",
         )
         require(

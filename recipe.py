@@ -89,6 +89,36 @@ class TrainConfig:
     preset: str = option("laptop", "shape of the model; single fields of it are flags too", tuple(PRESETS))
     model: ZAYAConfig | None = option(None, None)       # the shape itself; none: the preset
 
+    def __post_init__(self):
+        least = dict(
+            eval_tokens=1,
+            micro_tokens=1,
+            ns_steps=1,
+            keep=1,
+            log_every=1,
+            eval_every=0,
+            save_every=0,
+            sample_every=0,
+            seed=0,
+            balance_lr=0,
+            weight_decay=0,
+        )
+        for name, bound in least.items():
+            require(
+                getattr(self, name) >= bound,
+                f"{flag_of(name)} {getattr(self, name)}: it must be at least {bound}",
+            )
+        for name in ("tokens", "seq_len", "lr", "batch_tokens", "grad_clip"):
+            value = getattr(self, name)
+            require(
+                value is None or 0 < value < math.inf, f"{flag_of(name)} {value}: it must be a number above 0"
+            )
+        require(self.seed < 2**63, f"--seed {self.seed}: it must be below 2^63")
+
+
+def flag_of(name):
+    return "--" + name.replace("_", "-")
+
 
 @dataclass
 class Phase:

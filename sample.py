@@ -74,6 +74,8 @@ class SampleConfig:
             value, flag = getattr(self, name), "--" + name.replace("_", "-")
             require(value >= least, f"{flag} is {value}, at least {least} is needed")
         require(0 <= self.top_p <= 1, f"--top-p is {self.top_p}, it must be between 0 and 1")
+        require(self.temperature < float("inf"), "--temperature must be a finite number")
+        require(0 <= (self.seed or 0) < 2**63, f"--seed is {self.seed}, it must be from 0 to 2^63 - 1")
 
 
 # ------------------------------------------------------------------------------------------------ generation
@@ -187,6 +189,10 @@ def check(model, prompts, temperature, top_k, top_p):
 def pick(logits, temperature, top_k, top_p, generator):
     """One id per row from logits (B, V). The likeliest id always stays, whatever top_k and top_p are; top_k 0
     means all."""
+    require(
+        logits.isfinite().all(),
+        "the model's logits are not finite: its weights are damaged or its training diverged",
+    )
     if temperature < 1e-5 or top_p == 0 or top_k == 1:
         return logits.argmax(-1)
     nucleus = top_p is not None and top_p < 1
@@ -410,7 +416,10 @@ def main(argv):
         return chat(source, cfg)
     prompts = list(cfg.prompt or ())
     if cfg.prompts:
-        prompts += [line for line in Path(cfg.prompts).read_text().splitlines() if line]
+        try:
+            prompts += [line for line in Path(cfg.prompts).read_text().splitlines() if line]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--prompts {cfg.prompts} cannot be read as text: {error}") from None
         require(prompts, f"--prompts {cfg.prompts} holds no line of text")
     write(source, cfg, prompts or [source.default])
 

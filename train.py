@@ -458,11 +458,15 @@ class Run:
     def bits_per_byte(self, nats_per_token):
         return nats_per_token / math.log(2) / self.dataset.bytes_per_token
 
-    def finish(self, loss, stopped):
-        """Final validation and sample (not after a stop), the last checkpoint, the result."""
-        val = None if stopped else self.evaluate(4 * self.cfg.eval_tokens)
-        self.save()
-        self.checkpoints.wait()
+    def finish(self, loss, val, stopped):
+        """The last checkpoint, a sample (not after a stop), the result. loss None: there was nothing left to
+        do."""
+        val = None if stopped else val          # a stop may fall on a step that was validated
+        if loss is not None:
+            self.save()
+            self.checkpoints.wait()
+        elif not stopped:
+            val = self.evaluate(4 * self.cfg.eval_tokens)
         step, tokens = self.progress["step"], self.progress["tokens"]
         self.log.event("stopped" if stopped else "done", step=step, val_loss=val)
         if stopped:
@@ -493,10 +497,9 @@ class Run:
         """A few lines that the model writes now; rank 0 alone, without any collective."""
         if self.rank == 0:
             tokenizer = self.dataset.tokenizer
+            prompt = tokenizer.encode("def ")[: max(1, self.cfg.model.max_seq_len - 1)]
             with self.autocast():
-                new = generate(
-                    self.model, [tokenizer.encode("def ")], 120, temperature=0.7, top_k=50, seed=self.cfg.seed
-                )[0]
+                new = generate(self.model, [prompt], 120, temperature=0.7, top_k=50, seed=self.cfg.seed)[0]
             self.log.say("-" * 40 + "\ndef " + tokenizer.decode(new) + "\n" + "-" * 40)
 
 
@@ -522,8 +525,10 @@ def run_folder(cfg, rank, world):
     if world > 1:
         dist.broadcast_object_list(found)
     out = Path(found[0])
-    if rank == 0 and (out / "log.csv").exists() and not cfg.resume:
-        raise ValueError(f"{out} holds a run already: go on with --resume auto, or take another --out")
+    if rank == 0 and not cfg.resume:
+        if (out / "log.csv").exists():
+            raise ValueError(f"{out} holds a run already: go on with --resume auto, or take another --out")
+        require(not out.is_dir() or not any(out.iterdir()), f"--out {out} is not empty: take another folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -555,7 +560,7 @@ def loop(run):
     """accumulate, guard, clip, optimizers, balancing - evaluate, log, save, sample, stop? - until the plan is
     done."""
     cfg, progress = run.cfg, run.progress
-    stop, loss = Stop(run.world), None
+    stop, loss, val = Stop(run.world), None, None
     run.log.event("start", step=progress["step"], steps=run.steps, world=run.world)
     bar = tqdm(
         total=run.steps,
@@ -573,18 +578,22 @@ def loop(run):
             progress.update(step=progress["step"] + 1, tokens=progress["tokens"] + phase.batch_tokens)
             seconds = time.perf_counter() - started
             run.count_bad(norm, load is None)
-            val = run.evaluate(cfg.eval_tokens) if due(cfg.eval_every) else None
+            last = progress["step"] == run.steps
+            if last or due(cfg.eval_every):
+                val = run.evaluate(cfg.eval_tokens * (4 if last else 1))
+            else:
+                val = None
             if due(cfg.log_every) or val is not None:
                 run.report(phase, lr, loss, norm, load, val, seconds)
-            if due(cfg.save_every):
+            if due(cfg.save_every) and not last:
                 run.save()
-            if due(cfg.sample_every) and progress["step"] < run.steps:
+            if due(cfg.sample_every) and not last:
                 run.sample()
             bar.update()
     finally:
         bar.close()
         stop.restore()
-    return run.finish(loss, stop.asked)
+    return run.finish(loss, val, progress["step"] < run.steps)
 
 
 def main(argv):

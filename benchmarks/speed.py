@@ -1,7 +1,10 @@
 """Our model against transformers' ZAYA of the same shape, weights, batch and dtype, and the MoE against dense
 products.
 
-    python benchmarks/speed.py            all three comparisons; --rounds N for more repetitions
+    python benchmarks/speed.py            all three comparisons; --rounds N for more repetitions. The results
+                                          are
+                                          kept in benchmarks/results/speed.json, and the README's table shows
+                                          them
 
 Outputs are compared first, and a difference ends the script with status 1: a fast path that computes
 something else is no fast path. Then the two sides take turns, so that a noisy machine is noisy for both, and
@@ -14,6 +17,7 @@ medians and their ratio are printed.
 """
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -25,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+import transformers  # noqa: E402
 
 from benchmarks.peers import transformers_twin  # noqa: E402
 from model import ZAYA, ZAYAConfig  # noqa: E402
@@ -32,6 +37,8 @@ from sample import generate  # noqa: E402
 from train import keep_freed_memory  # noqa: E402
 
 B, T = 16, 128
+RESULTS = Path(__file__).parent / "results" / "speed.json"
+rows = []
 
 
 def take_turns(sides, rounds):
@@ -124,7 +131,16 @@ def compare_moe(model, rounds):
 
 def report(what, shown, seconds, base):
     for name in seconds:
-        print(f"{what:7s} {name:26s} {shown[name]:>14s}   ratio {seconds[name] / seconds[base]:.2f}")
+        row = [what, name, shown[name], f"{seconds[name] / seconds[base]:.2f}"]
+        print(f"{row[0]:7s} {row[1]:26s} {row[2]:>14s}   time against {base}: {row[3]}")
+        rows.append(row)
+
+
+def table():
+    """Markdown from the last run's results."""
+    results = json.loads(RESULTS.read_text())
+    lines = [results["machine"], "", "| what | side | median | time against the peer |", "|---|---|---|---|"]
+    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in results["rows"]])
 
 
 def main():
@@ -141,13 +157,15 @@ def main():
     compiled.load_state_dict(ours.state_dict())
     theirs = transformers_twin(ours, experts_implementation="grouped_mm")
     compiled.compile_blocks()
-    print(
-        f"{ours.num_parameters():,} parameters, {B} x {T} tokens, {torch.get_num_threads()} threads, torch "
-        f"{torch.__version__}"
+    machine = (
+        f"{ours.num_parameters():,} parameters, {B} x {T} tokens, float32, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}"
     )
+    print(machine)
     compare_decode(ours.eval(), theirs.eval(), max(3, rounds // 4))
     compare_step(ours.train(), theirs.train(), compiled, rounds)     # last: it changes the weights
     compare_moe(compiled, rounds)
+    RESULTS.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -202,7 +202,7 @@ def test_compiled_blocks_give_the_same_numbers(make, ids):
     (dict(num_experts=0), "at least 1"), (dict(skip_expert="maybe"), "identity, zero, off"),
     (dict(sliding_window=0), "sliding_window"),
     (dict(conv_kernels=(2, 2, 2)), "up to two"), (dict(router="softmax"), "zaya1, linear"),
-    (dict(rope_fraction=1.5), "RoPE"),
+    (dict(rope_fraction=1.5), "rope_fraction is 1.5"),
     (dict(num_kv_heads=1, head_dim=5, rope_fraction=0.4, num_heads=1), "value shift halves")])
 def test_impossible_configurations_are_refused_in_words(changes, words):
     with pytest.raises(ValueError, match=words):

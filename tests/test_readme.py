@@ -13,6 +13,18 @@ README = ROOT / "README.md"
 ROW = re.compile(r"^\| (\w+\.py) \| (\d+) \|", re.M)
 
 
+def tables():
+    """{marker: the Markdown between <!-- marker --> and <!-- /marker -->}, from the benchmarks' own
+    results."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks import kernels, quality, speed
+    return {"bytes": kernels.table(), "quality": quality.table(), "speed": speed.table()}
+
+
+def block(marker):
+    return re.compile(rf"(<!-- {marker} -->\n).*?\n?(<!-- /{marker} -->)", re.S)
+
+
 def lines(name):
     return len((ROOT / name).read_text().splitlines())
 
@@ -51,6 +63,15 @@ def test_flags_of_every_command_exist(command, capsys):
         config.parse(program, "", [a for a in args if a != "..."], *classes)
 
 
+def test_tables_are_those_of_the_committed_results():
+    pytest.importorskip("transformers")
+    text = README.read_text()
+    for marker, table in tables().items():
+        assert block(marker).search(text)[0] == f"<!-- {marker} -->\n{table}\n<!-- /{marker} -->", marker
+
+
 if __name__ == "__main__":
-    README.write_text(ROW.sub(lambda m: f"| {m[1]} | {lines(m[1])} |", README.read_text()))
-    sys.exit(0)
+    text = ROW.sub(lambda m: f"| {m[1]} | {lines(m[1])} |", README.read_text())
+    for marker, table in tables().items():
+        text = block(marker).sub(lambda m: f"{m[1]}{table}\n{m[2]}", text)
+    README.write_text(text)

@@ -321,7 +321,11 @@ def refused(args, *words):
     (["--evalevery=3"], ["did you mean --eval-every"]),
     (["--lr=abc"], ["--lr", "number", "abc"]), (["--lr"], ["--lr", "expected one argument"]),
     (["--num-heads=5"], ["num_heads 5"]),
-    (["--optimizer=sgd"], ["--optimizer", "muon", "adamw"]), (["--data=nowhere.txt"], ["nowhere.txt"]),
+    (["--lr=nan"], ["--lr nan"]), (["--tokens=1e400"], ["--tokens inf"]), (["--tokens=0"], ["--tokens 0.0"]),
+    (["--seq-len=0"], ["--seq-len 0"]), (["--norm-eps=-1"], ["norm_eps is -1.0"]),
+    (["--grad-clip=0"], ["--grad-clip"]),
+    (["--eval-every=-1"], ["--eval-every -1"]), (["--optimizer=sgd"], ["--optimizer", "muon", "adamw"]),
+    (["--data=nowhere.txt"], ["nowhere.txt"]),
     (["--top-k=9"], ["top_k 9"])])
 def test_bad_flags_end_in_one_line(args, words):
     refused(args, *words)
@@ -344,6 +348,22 @@ def test_existing_run_is_never_overwritten(text):
     with pytest.raises(ValueError, match="holds a run already"):
         go(text, "run", tokens=256)
     assert before == {f: f.read_bytes() for f in Path("run").rglob("*") if f.is_file()}
+
+
+def test_folder_with_other_files_is_not_taken_for_a_run(text, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("mine")
+    with pytest.raises(ValueError, match="--out mine is not empty"):
+        go(text, "mine", tokens=256)
+    assert [f.name for f in (tmp_path / "mine").iterdir()] == ["config.json"]
+
+
+def test_resuming_a_finished_run_changes_no_checkpoint(text):
+    first = go(text, "run", tokens=512)
+    before = {f: f.read_bytes() for f in Path("run/checkpoints").rglob("*") if f.is_file()}
+    again = go(text, "run", tokens=512, resume="auto")
+    assert before == {f: f.read_bytes() for f in Path("run/checkpoints").rglob("*") if f.is_file()}
+    assert again["val_loss"] == first["val_loss"] and again["step"] == 2 and again["train_loss"] is None
 
 
 def test_checkpoint_of_another_configuration_is_refused(text):
@@ -384,6 +404,7 @@ def wait_for_step(out, step, process, limit=60):
     raise AssertionError(f"step {step} not reached: {said}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_and_leaves_and_the_rest_is_bitwise_equal(text, number):
     more = dict(tokens=60 * 256)
