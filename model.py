@@ -82,20 +82,8 @@ class ZAYAConfig:
 
     def __post_init__(self):
         self.conv_kernels = tuple(self.conv_kernels)
-        sizes = (
-            "vocab_size",
-            "hidden_size",
-            "num_blocks",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "num_experts",
-            "top_k",
-            "expert_hidden_size",
-            "router_hidden_size",
-            "window_every",
-            "max_seq_len",
-        )
+        sizes = ("vocab_size", "hidden_size", "num_blocks", "num_heads", "num_kv_heads", "head_dim",
+                 "num_experts", "top_k", "expert_hidden_size", "router_hidden_size", "window_every", "max_seq_len")
         for name in sizes:
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}, it must be at least 1")
         require(self.num_heads % self.num_kv_heads == 0,
@@ -161,46 +149,20 @@ def require(condition, message):
 
 
 ZAYA1_8B = dict(
-    vocab_size=262_272,
-    hidden_size=2048,
-    num_blocks=40,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=128,
-    num_experts=16,
-    expert_hidden_size=2048,
-    router_hidden_size=256,
-    rope_theta=5e6,
-    max_seq_len=131_072,
-)
+    vocab_size=262_272, hidden_size=2048, num_blocks=40, num_heads=8, num_kv_heads=2, head_dim=128,
+    num_experts=16, expert_hidden_size=2048, router_hidden_size=256, rope_theta=5e6, max_seq_len=131_072)
 PRESETS = {
     "tiny": dict(
-        vocab_size=257,
-        hidden_size=32,
-        num_blocks=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        num_experts=4,
-        expert_hidden_size=48,
-        router_hidden_size=24,
-        max_seq_len=256,
-    ),
+        vocab_size=257, hidden_size=32, num_blocks=2, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=4,
+        expert_hidden_size=48, router_hidden_size=24, max_seq_len=256),
     # The defaults above. init_std keeps the gain of the published matrices, 0.02 at width 2048, at width 192:
     # the routers' first probabilities then differ between tokens by more than one balancing step, or all
     # tokens would follow the bias together.
     "laptop": dict(init_std=0.065),
     "zaya1_8b": ZAYA1_8B,
     # Windowed blocks see 4096 earlier tokens and their own.
-    "zaya1_74b": {
-        **ZAYA1_8B,
-        "hidden_size": 4096,
-        "num_blocks": 60,
-        "num_heads": 16,
-        "num_experts": 24,
-        "expert_hidden_size": 4096,
-        "sliding_window": 4097,
-    },
+    "zaya1_74b": {**ZAYA1_8B, "hidden_size": 4096, "num_blocks": 60, "num_heads": 16, "num_experts": 24,
+                  "expert_hidden_size": 4096, "sliding_window": 4097},
 }
 
 
@@ -383,8 +345,8 @@ class ZAYA(nn.Module):
         tokens (B, T) int64; targets (B, T) int64, -1 ignored; segments (B, T) int64: a token sees only its
         own segment, in attention, convolutions and delayed value alike, and negative means padding; cache:
         from new_cache, advanced by T. Returns (logits (B, T, V) float32, None) or (None, loss in nats per
-        target): logits then never exist as a whole. Raises ValueError for ids outside the vocabulary's shape
-        rules, or a cache that is full or of another batch size.
+        target): logits then never exist as a whole. Raises ValueError for tokens that are not (B, T),
+        or a cache that is full or of another batch size.
         """
         h = self.hidden(tokens, segments=segments, cache=cache)
         if targets is None:
