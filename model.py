@@ -83,7 +83,8 @@ class ZAYAConfig:
     def __post_init__(self):
         self.conv_kernels = tuple(self.conv_kernels)
         sizes = ("vocab_size", "hidden_size", "num_blocks", "num_heads", "num_kv_heads", "head_dim",
-                 "num_experts", "top_k", "expert_hidden_size", "router_hidden_size", "window_every", "max_seq_len")
+                 "num_experts", "top_k", "expert_hidden_size", "router_hidden_size", "window_every",
+                 "max_seq_len")
         for name in sizes:
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}, it must be at least 1")
         require(self.num_heads % self.num_kv_heads == 0,
