@@ -158,8 +158,8 @@ def main():
     theirs = transformers_twin(ours, experts_implementation="grouped_mm")
     compiled.compile_blocks()
     machine = (
-        f"{ours.num_parameters():,} parameters, {B} x {T} tokens, float32, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, transformers {transformers.__version__}"
+        f"{ours.num_parameters():,} parameters, {B} x {T} tokens, float32, {torch.get_num_threads()} "
+        f"threads, torch {torch.__version__}, transformers {transformers.__version__}"
     )
     print(machine)
     compare_decode(ours.eval(), theirs.eval(), max(3, rounds // 4))

@@ -62,7 +62,7 @@ def ids():
     return draw
 
 
-def close(actual, expected, tolerance, name):
+def assert_close(actual, expected, tolerance, name):
     """Largest error relative to the largest expected value; the message names the tensor, the error and what
     was allowed."""
     error = (actual - expected).abs().max().item() / max(expected.abs().max().item(), 1e-30)

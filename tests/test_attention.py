@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention import Context, attention_mask
-from conftest import close
+from conftest import assert_close
 from model import ZAYA, ZAYAConfig
 
 
@@ -29,7 +29,7 @@ def test_cache_in_chunks_equals_one_piece(make, ids, sizes, window):
     model = make(num_blocks=3, sliding_window=window)
     tokens = ids(2, 9)
     with torch.no_grad():
-        close(chunked(model, tokens, sizes), model(tokens)[0], 1e-5, f"logits in chunks {sizes}")
+        assert_close(chunked(model, tokens, sizes), model(tokens)[0], 1e-5, f"logits in chunks {sizes}")
 
 
 def test_cached_q_k_v_equal_the_uncached_ones(make, ids):
@@ -43,7 +43,7 @@ def test_cached_q_k_v_equal_the_uncached_ones(make, ids):
         for a, b in ((0, 1), (1, 5), (5, 9))
     ]
     for name, expected, pieces in zip("qkv", whole, zip(*parts)):
-        close(torch.cat(pieces, dim=2), expected, 1e-5, name)
+        assert_close(torch.cat(pieces, dim=2), expected, 1e-5, name)
 
 
 @pytest.mark.parametrize("T", [1, 2, 3])
@@ -54,7 +54,9 @@ def test_sequences_shorter_than_the_convolutions_leave_a_state_of_full_width(mak
     for state in cache.blocks:
         assert state.z.shape == (1, 2, (4 + 2) * 16) and state.v_next.shape == (1, 1, 16)
     tokens = ids(1, 8)
-    close(chunked(model, tokens, (T, 8 - T)), model(tokens)[0], 1e-5, f"logits after a first chunk of {T}")
+    assert_close(
+        chunked(model, tokens, (T, 8 - T)), model(tokens)[0], 1e-5, f"logits after a first chunk of {T}"
+    )
 
 
 def test_delayed_value_of_the_first_token_is_the_projection_of_zeros(make, ids):
@@ -66,7 +68,7 @@ def test_delayed_value_of_the_first_token_is_the_projection_of_zeros(make, ids):
     x[:, -1] += 1
     moved = cca.qkv(x, Context(config, (1, 5), 0, None, x.device))[2]
     assert torch.equal(v[:, :, :4], moved[:, :, :4]) and not torch.equal(v[:, 0, 4], moved[:, 0, 4])
-    close(v[:, 1, 1:], (x @ cca.v_proj_delayed.weight.t())[:, :4], 1e-5, "delayed value")
+    assert_close(v[:, 1, 1:], (x @ cca.v_proj_delayed.weight.t())[:, :4], 1e-5, "delayed value")
 
 
 def test_no_token_sees_a_later_one(make, ids):
@@ -99,8 +101,10 @@ def test_left_padding_changes_nothing(make, ids, window):
     for pad in range(1, 6):
         padded = torch.cat([ids(1, pad, seed=pad), prompt], dim=1)
         segments = torch.cat([torch.full((1, pad), -1), torch.zeros(1, 7, dtype=torch.int64)], dim=1)
-        close(model(padded, segments=segments)[0][:, pad:], expected, 1e-5, f"logits behind {pad} pads")
-        close(
+        assert_close(
+            model(padded, segments=segments)[0][:, pad:], expected, 1e-5, f"logits behind {pad} pads"
+        )
+        assert_close(
             chunked(model, padded, (2, pad + 5), segments)[:, pad:],
             expected,
             1e-5,
@@ -116,7 +120,7 @@ def test_packed_documents_equal_separate_runs(make, ids, conv_kernels):
     segments = torch.cat([torch.full((1, n), i) for i, n in enumerate(lengths)], dim=1)
     packed = model(torch.cat(documents, dim=1), segments=segments)[0].split(lengths, dim=1)
     for i, (document, logits) in enumerate(zip(documents, packed)):
-        close(logits, model(document)[0], 1e-5, f"document {i}")
+        assert_close(logits, model(document)[0], 1e-5, f"document {i}")
 
 
 def test_padding_is_no_load(make, ids):
@@ -152,7 +156,7 @@ def test_cache_refuses_what_it_cannot_hold(make, ids):
 def test_ablations_change_the_result_and_still_decode(make, ids, changes):
     model, plain = make(**changes), make()
     tokens = ids(2, 9)
-    close(chunked(model, tokens, (4, 5)), model(tokens)[0], 1e-5, f"logits with {changes}")
+    assert_close(chunked(model, tokens, (4, 5)), model(tokens)[0], 1e-5, f"logits with {changes}")
     assert not torch.allclose(model(tokens)[0], plain(tokens)[0], atol=1e-3)
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import model as model_file
-from conftest import close
+from conftest import assert_close
 from model import ZAYA, ZAYAConfig, cross_entropy, grouped_linear
 
 
@@ -64,9 +64,9 @@ def test_chunked_loss_equals_the_whole_one(chunk):
     expected = F.cross_entropy(h @ w.t(), targets, ignore_index=-1)
     expected_grads = torch.autograd.grad(expected * 3, (h, w))
     loss = cross_entropy(h, w, targets, chunk)
-    close(loss, expected, 1e-6, "loss")
+    assert_close(loss, expected, 1e-6, "loss")
     for name, grad, expected in zip(("h", "weight"), torch.autograd.grad(loss * 3, (h, w)), expected_grads):
-        close(grad, expected, 1e-5, f"gradient of {name}")
+        assert_close(grad, expected, 1e-5, f"gradient of {name}")
 
 
 def test_loss_without_any_target_is_zero_and_finite():
@@ -98,7 +98,7 @@ def test_loss_equals_logits_of_the_forward(make, ids):
     logits, none = model(x)
     nothing, loss = model(x, y)
     assert none is None and nothing is None and logits.dtype == torch.float32 and logits.shape == (2, 9, 257)
-    close(loss, F.cross_entropy(logits.flatten(0, 1), y.flatten()), 1e-6, "loss")
+    assert_close(loss, F.cross_entropy(logits.flatten(0, 1), y.flatten()), 1e-6, "loss")
 
 
 def test_two_runs_are_bitwise_equal(ids):
@@ -190,9 +190,9 @@ def test_compiled_blocks_give_the_same_numbers(make, ids):
                 [b.mlp.gate.load for b in model.blocks],
             )
         )
-    close(results[1][0], results[0][0], 1e-6, "loss")
+    assert_close(results[1][0], results[0][0], 1e-6, "loss")
     for name in results[0][1]:
-        close(results[1][1][name], results[0][1][name], 1e-4, f"gradient of {name}")
+        assert_close(results[1][1][name], results[0][1][name], 1e-4, f"gradient of {name}")
     assert all(torch.equal(a, b) for a, b in zip(results[0][2], results[1][2]))
 
 

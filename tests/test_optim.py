@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import optim
-from conftest import ROOT, close
+from conftest import ROOT, assert_close
 from model import ZAYA, ZAYAConfig
 
 
@@ -38,7 +38,7 @@ def test_batched_experts_equal_one_by_one():
     g = torch.Generator().manual_seed(0)
     stack = torch.randn(6, 10, 7, generator=g)
     together, alone = optim.newton_schulz(stack), torch.cat([optim.newton_schulz(m[None]) for m in stack])
-    close(together, alone, 1e-5, "orthogonalised experts")
+    assert_close(together, alone, 1e-5, "orthogonalised experts")
 
 
 def test_step_follows_the_equations():
@@ -59,7 +59,7 @@ def test_step_follows_the_equations():
             expected[name] = expected[name] * (1 - 0.1 * 0.2) - 0.1 * 0.2 * math.sqrt(max(p.shape[-2:])) * X
         optimizer.step()
     for name in params:
-        close(params[name], expected[name], 1e-5, name)
+        assert_close(params[name], expected[name], 1e-5, name)
 
 
 def test_update_has_the_rms_of_a_typical_adamw_update():

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.peers import their_name, transformers_twin
-from conftest import close, randomised
+from conftest import assert_close, randomised
 from model import ZAYA, ZAYAConfig
 from sample import generate
 
@@ -35,19 +35,19 @@ def test_logits_and_every_gradient_equal_transformers(name, ids):
     ours, theirs = twins(skip_expert="zero", **SHAPES[name])
     x, y = ids(3, 17), ids(3, 17, seed=1)
     expected = theirs(x).logits
-    close(ours(x)[0], expected, 1e-5, "logits")
+    assert_close(ours(x)[0], expected, 1e-5, "logits")
     ours(x, y)[1].backward()
     F.cross_entropy(expected.flatten(0, 1), y.flatten()).backward()
     gradients = dict(theirs.named_parameters())
     for key, p in ours.named_parameters():
-        close(p.grad, gradients[their_name(key)].grad, 1e-4, f"gradient of {key}")
+        assert_close(p.grad, gradients[their_name(key)].grad, 1e-4, f"gradient of {key}")
 
 
 def test_skip_as_identity_equals_transformers_while_skip_never_wins(ids):
     ours, theirs = twins(skip_expert="identity")
     for block, layer in zip(ours.blocks, theirs.model.layers):
         block.mlp.gate.balancing_biases[-1] = layer.mlp.gate.balancing_biases[-1] = -2.0
-    close(ours(ids(2, 13))[0], theirs(ids(2, 13)).logits, 1e-5, "logits")
+    assert_close(ours(ids(2, 13))[0], theirs(ids(2, 13)).logits, 1e-5, "logits")
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -67,4 +67,4 @@ def test_folded_convolution_equals_two_plain_ones(ids):
     plain = cca.conv_qk_grouped(cca.conv_qk_depthwise(F.pad(z.transpose(1, 2), (cca.taps - 1, 0))))
     _, w_taps, b_taps = cca.folded()
     folded = cca.convolve(z, z.new_zeros(2, cca.taps - 1, z.shape[-1]), None, w_taps, b_taps)
-    close(folded.transpose(2, 3).flatten(1, 2), plain, 1e-5, "convolution")
+    assert_close(folded.transpose(2, 3).flatten(1, 2), plain, 1e-5, "convolution")

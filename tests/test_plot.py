@@ -29,10 +29,12 @@ def run(tmp_path):
 
 def test_log_is_read_as_it_was_written(run):
     header, columns = plot.read(run)
-    assert header == {"torch": "x"} and columns["tokens"] == [100.0, 200.0] and columns["phase"] == ["one", "two"]
+    assert header == {"torch": "x"} and columns["tokens"] == [100.0, 200.0]
+    assert columns["phase"] == ["one", "two"]
     assert np.isnan(columns["val_loss"][0]) and columns["val_loss"][1] == 2.5
     share = plot.loads(columns)
-    assert share.shape == (2, 2, 3) and share[0, 0].tolist() == [0.3, 0.5, 0.2] and share[1, 1].tolist() == [0.5, 0.5, 0]
+    assert share.shape == (2, 2, 3)
+    assert share[0, 0].tolist() == [0.3, 0.5, 0.2] and share[1, 1].tolist() == [0.5, 0.5, 0]
 
 
 @pytest.mark.parametrize("ending, start", [("png", b"\x89PNG"), ("svg", b"<?xml")])
@@ -45,5 +47,7 @@ def test_picture_of_one_run_and_of_several(run, tmp_path, ending, start):
 
 
 def test_folder_without_a_log_is_refused_in_one_line(tmp_path):
-    done = subprocess.run([sys.executable, str(ROOT / "plot.py"), str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "plot.py"), str(tmp_path)], capture_output=True, text=True
+    )
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "log.csv" in done.stderr

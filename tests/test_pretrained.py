@@ -11,7 +11,7 @@ import torch
 
 import pretrained
 from benchmarks.peers import transformers_twin
-from conftest import ROOT, close
+from conftest import ROOT, assert_close
 from model import ZAYA, ZAYAConfig
 from sample import generate
 
@@ -81,7 +81,7 @@ def test_shards_that_transformers_wrote_give_its_logits_and_tokens(shape, make, 
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     ours, x = pretrained.load(tmp_path), ids(2, 19).clamp(min=1)      # transformers takes id 0 for padding
     with torch.no_grad():
-        close(ours(x)[0], theirs(x).logits, 1e-5, "logits")
+        assert_close(ours(x)[0], theirs(x).logits, 1e-5, "logits")
     expected = theirs.generate(x[:1], max_new_tokens=20, do_sample=False, pad_token_id=0)[0, 19:].tolist()
     assert generate(ours, x[:1].tolist(), 20, temperature=0)[0] == expected
 
@@ -94,7 +94,7 @@ def test_transformers_loads_what_we_wrote(shape, make, ids, tmp_path):
     theirs, info = transformers.ZayaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     with torch.no_grad():
-        close(theirs.eval()(ids(2, 13)).logits, model(ids(2, 13))[0], 1e-5, "logits")
+        assert_close(theirs.eval()(ids(2, 13)).logits, model(ids(2, 13))[0], 1e-5, "logits")
 
 
 def test_the_base_models_stale_and_uncompressed_numbers_are_seen_through(make, tmp_path):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from conftest import close
+from conftest import assert_close
 from model import ZAYA, ZAYAConfig
 from router import Balancer, balance_health, choose, count
 from sample import generate
@@ -65,7 +65,7 @@ def test_router_state_is_summed_over_blocks_as_the_equation_says(make):
         _, _, r = gate(x, r)
         own = x @ gate.down_proj.weight.t() + gate.down_proj.bias
         expected = own if expected is None else own + gate.router_states_scale * expected
-        close(r, expected, 1e-5, "r")
+        assert_close(r, expected, 1e-5, "r")
     assert model.blocks[0].mlp.gate.router_states_scale is None, "block 0 has no EDA"
 
 
@@ -78,7 +78,7 @@ def test_skip_class_forced_to_win(make, mode):
     p_NK, experts_NK, _ = moe.gate(x.flatten(0, 1))
     y, _ = moe(x)
     expected = p_NK * x.flatten(0, 1) if mode == "identity" else torch.zeros(12, 32)
-    close(y.flatten(0, 1), expected, 1e-6, f"output of the skip class ({mode})")
+    assert_close(y.flatten(0, 1), expected, 1e-6, f"output of the skip class ({mode})")
     assert count(experts_NK, 5).tolist() == [0, 0, 0, 0, 12]
 
 
@@ -98,7 +98,7 @@ def test_some_skipped_tokens_and_top_2_equal_the_loop(make):
                 elif skip == "identity":
                     expected[n] += p * row
         assert (experts_NK == 4).any() or skip == "off"
-        close(moe(x)[0].flatten(0, 1), expected, 1e-5, f"MoE output, skip {skip}, top {top_k}")
+        assert_close(moe(x)[0].flatten(0, 1), expected, 1e-5, f"MoE output, skip {skip}, top {top_k}")
 
 
 def test_evaluation_and_generation_leave_balancing_alone(make, ids):
@@ -147,7 +147,7 @@ def test_first_step_moves_busy_down_idle_up_and_leaves_skip(make, ids):
     # AdamW's first step has the size of its rate
     expected = -1e-3 * (load / load.sum(1, keepdim=True) - 1 / 4).sign()
     assert (moved[:, 4] == 0).all() and (biases(model)[:, 4] == -1).all()
-    close(moved[:, :4], expected[:, :4], 1e-3, "first balancing step")
+    assert_close(moved[:, :4], expected[:, :4], 1e-3, "first balancing step")
 
 
 def test_rate_zero_keeps_biases(make, ids):
@@ -182,8 +182,10 @@ def test_health_of_known_loads():
     load = torch.tensor([[5, 5, 5, 5, 0], [20, 0, 0, 0, 0], [9, 3, 0, 0, 8]])
     health = balance_health(load, 4)
     assert health["load_max"].tolist() == [1.0, 4.0, 3.0]
-    close(health["entropy"], torch.tensor([1.0, 0.0, 0.40563906], dtype=torch.float64), 1e-6, "entropy")
-    close(health["skip"], torch.tensor([0.0, 0.0, 0.4], dtype=torch.float64), 1e-6, "skip share")
+    assert_close(
+        health["entropy"], torch.tensor([1.0, 0.0, 0.40563906], dtype=torch.float64), 1e-6, "entropy"
+    )
+    assert_close(health["skip"], torch.tensor([0.0, 0.0, 0.4], dtype=torch.float64), 1e-6, "skip share")
 
 
 def balanced_run(rate, steps=200):

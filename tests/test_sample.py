@@ -14,7 +14,7 @@ import config as command_line
 import data
 import decode
 import sample
-from conftest import ROOT, close
+from conftest import ROOT, assert_close
 from model import ZAYA, ZAYAConfig
 from sample import SampleConfig, Source, Text, generate, pick, stream
 
@@ -47,7 +47,7 @@ def test_decoder_equals_the_model_at_every_position(shape, batch, make, ids):
         expected = model.hidden(tokens)
     for prefill in (1, 2, 6):
         hidden = decoded(model, tokens, prefill=prefill)
-        close(hidden, expected[:, prefill - 1:], 2e-5, f"hidden states after {prefill} tokens")
+        assert_close(hidden, expected[:, prefill - 1:], 2e-5, f"hidden states after {prefill} tokens")
 
 
 @pytest.mark.parametrize("skip", ["identity", "zero"])
@@ -56,7 +56,7 @@ def test_decoder_follows_a_skip_class_that_wins(skip, make, ids):
     for block in model.blocks[::2]:
         block.mlp.gate.balancing_biases[-1] = 2.0
     with torch.no_grad():
-        close(decoded(model, tokens), model.hidden(tokens), 2e-5, "hidden states")
+        assert_close(decoded(model, tokens), model.hidden(tokens), 2e-5, "hidden states")
 
 
 def test_decoder_in_bfloat16_stays_within_rounding(make, ids):
@@ -75,7 +75,7 @@ def test_left_padding_does_not_reach_the_text(padding, length, make, ids):
     segments = torch.tensor([[-1] * padding + [0] * length])
     hidden = decoded(model, torch.cat([pad, tokens], 1), segments, prefill=padding + length)
     with torch.no_grad():
-        close(hidden, model.hidden(tokens)[:, length - 1:], 2e-5, "hidden states of the real tokens")
+        assert_close(hidden, model.hidden(tokens)[:, length - 1:], 2e-5, "hidden states of the real tokens")
 
 
 @pytest.mark.parametrize("rows", [(0, 1), (1, 2), (2, 0), (0, 1, 2), (0, 0, 1, 1, 2, 2)])

@@ -16,7 +16,7 @@ import torch
 import checkpoint
 import recipe
 import train
-from conftest import ROOT, close
+from conftest import ROOT, assert_close
 from model import ZAYAConfig
 from recipe import Phase, TrainConfig, micro_steps, plan
 
@@ -260,7 +260,9 @@ def test_weights_to_start_from(text):
     checkpoint.export("first", "first.pt")
     go(text, "second", init="first.pt", tokens=256, lr=1e-9)
     a, b = weights("first"), weights("second")
-    close(b["embed_tokens.weight"], a["embed_tokens.weight"], 1e-5, "embedding after a step of no size")
+    assert_close(
+        b["embed_tokens.weight"], a["embed_tokens.weight"], 1e-5, "embedding after a step of no size"
+    )
     with pytest.raises(ValueError, match=r"is \(32,\), the model wants \(40,\)"):
         go(text, "third", init="first.pt", model=ZAYAConfig.preset("tiny", hidden_size=40))
     with pytest.raises(ValueError, match="--init"):
