@@ -119,8 +119,9 @@ def test_ranks_share_the_work_and_get_the_weights_of_one(tmp_path):
     program.write_text("""import os, sys, torch, torch.distributed as dist, optim
 if int(os.environ.get("WORLD_SIZE", 1)) > 1: dist.init_process_group("gloo")
 g = torch.Generator().manual_seed(0)
-params = {f"p{i}": torch.nn.Parameter(torch.randn(s, generator=g)) for i, s in enumerate([(6, 4), (3, 6, 4),
-(5, 8), (2, 5, 8)])} muon = optim.Muon(params.items(), 0.1)
+shapes = [(6, 4), (3, 6, 4), (5, 8), (2, 5, 8)]
+params = {f"p{i}": torch.nn.Parameter(torch.randn(s, generator=g)) for i, s in enumerate(shapes)}
+muon = optim.Muon(params.items(), 0.1)
 for _ in range(3):
     for p in params.values(): p.grad = torch.randn(p.shape, generator=g)
     muon.step()
