@@ -6,19 +6,16 @@ compression takes away.
 
 Per token t, x_t of width D, query heads h = 1..H, kv heads g = 1..G, g(h) the kv head of query head h:
 
-  (1)  z_t = [q0_t, k0_t] = [W_q x_t, W_k x_t]                                projection, (H + G) K channels
-  (2)  c   = conv_grouped(conv_depthwise(z))                                  causal; z is zero before the
-                                                                              first token
-  (3)  m_q[h] = (q0[h] + k0[g(h)]) / 2,   m_k[g] = mean of m_q over g's heads   q-k mean
+  (1)  z_t = [q0_t, k0_t] = [W_q x_t, W_k x_t]                          projection, (H + G) K channels
+  (2)  c   = conv_grouped(conv_depthwise(z))                            causal; z is zero before the text
+  (3)  m_q[h] = (q0[h] + k0[g(h)]) / 2,   m_k[g] = mean of g's m_q[h]     q-k mean
        q = c_q + m_q,   k = c_k + m_k
-  (4)  q <- sqrt(K) q / |q|,   k <- T_g sqrt(K) k / |k|                       per head; T_g: learned
-                                                                              temperature
-  (5)  q, k <- RoPE(q), RoPE(k)                                               on the first half of each head's
-                                                                              channels
-  (6)  v_t = [W_v1 x_t, W_v2 x_(t-1)],   x_(-1) = 0                            value shift
-  (7)  o = W_o softmax(q k^T / sqrt(K)) v                                     causal, heads shared in groups
+  (4)  q <- sqrt(K) q / |q|,   k <- T_g sqrt(K) k / |k|                 per head; T_g: learned temperature
+  (5)  q, k <- RoPE(q), RoPE(k)                                         first half of each head's channels
+  (6)  v_t = [W_v1 x_t, W_v2 x_(t-1)],   x_(-1) = 0                      value shift
+  (7)  o = W_o softmax(q k^T / sqrt(K)) v                               causal, heads shared in groups
 
-Papers: CCA, arXiv 2510.04476, section 3 (1-7); ZAYA1, arXiv 2511.17127, section 3 (the sizes).
+Papers: CCA, arXiv 2510.04476 (1-7); ZAYA1, arXiv 2511.17127 (the sizes).
 
 Glossary: q_proj W_q, k_proj W_k, v_proj_current W_v1, v_proj_delayed W_v2, o_proj W_o, conv_qk_depthwise and
 conv_qk_grouped the two convolutions of (2), temp T. Letters: B batch, T time, D hidden size, H query heads, G

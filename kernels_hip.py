@@ -4,7 +4,7 @@
     combine    y[n] = sum_k p[n, k] * rows[position[n, k]]    a skipped slot (position -1) adds p[n, k] * x[n]
     swiglu     a = silu(gate) * up                            the elementwise middle of an expert
 
-ZAYA1 (arXiv 2511.17127, section 2; 2605.05365) routes each token to one of E experts or to a skip class,
+ZAYA1 (arXiv 2511.17127; 2605.05365) routes each token to one of E experts or to a skip class,
 index E, whose expert is the identity. The grouped products between dispatch and combine read `offsets` on the
 device, so the CPU never waits for the router. Backward: of dispatch, combine with weights of one; of combine,
 for each slot one row and one dot product.

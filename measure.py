@@ -14,7 +14,7 @@ and attention, bytes for the rest. So one measured shape serves to predict other
 
 Beside the operations: copy bandwidth by size, product rate over sweeps of M, N and K, grouped expert products
 against the number of tokens, all-reduce over the present ranks by message size, writing and reading a
-checkpoint. ZAYA1 (arXiv 2511.17127, section 2) measures the same things on MI300X before it chooses the
+checkpoint. ZAYA1 (arXiv 2511.17127) measures the same things on MI300X before it chooses the
 model's dimensions.
 
 Glossary: bus bandwidth: bytes that cross each rank's link, 2 (n - 1) / n of the message, over the time. M

@@ -1,23 +1,21 @@
 """ZAYA1: the whole language model, from token ids to logits and loss.
 
-  R_0 = (embed(tokens) + b) a                                        input affine
+  R_0 = (embed(tokens) + b) a                               input affine
   for each block (one CCA sublayer and one MoE sublayer):
-      R = res(CCA(norm(R)), R)                                       attention.py
-      p, e, r = router(norm(R), r)                                   router.py; r goes on to the next block's
-                                                                     router
-      R = res(p[e] Expert_e(norm(R)), R)                             kernels_hip.py moves the rows
-  logits = norm(R) embed^T                                           tied head
+      R = res(CCA(norm(R)), R)                              attention.py
+      p, e, r = router(norm(R), r)                          router.py; r goes on to the next block's router
+      R = res(p[e] Expert_e(norm(R)), R)                    kernels_hip.py moves the rows
+  logits = norm(R) embed^T                                  tied head
 
-  res(h, R)   = (h + b_h) a_h + (R + b_r) a_r                        residual scaling, four learned vectors of
-                                                                     width D
-  Expert_e(x) = W_down (silu(W_gate x) * W_up x)                     SwiGLU
-  norm(x)     = w x / sqrt(mean(x^2) + eps)                          RMSNorm
+  res(h, R)   = (h + b_h) a_h + (R + b_r) a_r               residual scaling, four learned vectors of width D
+  Expert_e(x) = W_down (silu(W_gate x) * W_up x)            SwiGLU
+  norm(x)     = w x / sqrt(mean(x^2) + eps)                 RMSNorm
 
 The residual stream R is float32 whatever the compute dtype. The skip class of the router stands for no expert
 at all: its output is p x (skip_expert="identity": the original code and the papers) or 0 ("zero": what
 transformers 5 computes).
 
-Papers: ZAYA1, arXiv 2511.17127, section 3; ZAYA1-8B, 2605.05365; CCA, 2510.04476.
+Papers: ZAYA1, arXiv 2511.17127; ZAYA1-8B, 2605.05365; CCA, 2510.04476.
 
 Glossary: block.mlp.gate the router, experts.gate_up_proj [W_gate; W_up], experts.down_proj W_down,
 hidden_states_scale and _bias a_h and b_h, residual_scale and _bias a_r and b_r, input_hidden_states_scale and

@@ -13,7 +13,7 @@ learning rate serves both optimizers. Muon takes the 2-D weights (attention proj
 each expert's matrices by themselves; AdamW takes the embedding, convolutions, norms, scales, biases and
 temperatures. Nothing one-dimensional is decayed.
 
-Papers: ZAYA1, arXiv 2511.17127, section 4 (its first version prints the two lists of parameters swapped).
+Papers: ZAYA1, arXiv 2511.17127 (its first version prints the two lists of parameters swapped).
 
 With several ranks every matrix has one owner, which alone keeps its momentum and runs (2); the results are
 gathered. That is ZeRO-1 for the Muon part. Owners are fixed by the order of names, so a checkpoint can be

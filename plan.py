@@ -20,7 +20,7 @@ Newton-Schulz shared out over the ranks.
   all-reduce of S bytes over m nodes of g GPUs, one rail for each GPU of a node:
          2 S (g-1)/g / inside + 2 (S/g) (m-1)/m / between + latency
 
-Papers: ZAYA1, arXiv 2511.17127, section 2 (machine, sizing rules, storage) and 4 (recipe); CCA, 2510.04476
+Papers: ZAYA1, arXiv 2511.17127 (machine, sizing rules, storage, recipe); CCA, 2510.04476
 (caches).
 
 Glossary: N tokens of a micro-step on one GPU, c bytes of the compute type, n GPUs, g GPUs of a node that take

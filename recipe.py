@@ -1,7 +1,7 @@
 """What a run trains through: its configuration and its recipe, a list of phases.
 
 A phase has its own number of tokens, context length, RoPE base, learning rates and mix of sources (ZAYA1,
-arXiv 2511.17127, section 4; ZAYA1-8B, 2605.05365). Two recipes: "laptop" makes a readable model in minutes,
+arXiv 2511.17127; ZAYA1-8B, 2605.05365). Two recipes: "laptop" makes a readable model in minutes,
 "zaya1" is the published one, with a comment at everything that is not published. `plan` turns recipe and
 flags into numbers of steps:
 

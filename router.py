@@ -1,11 +1,9 @@
 """The ZAYA1 router: it decides which expert each token goes to, and keeps the experts evenly loaded.
 
-Per token and block b, with x the normalised input of the MoE sublayer and r_prev the router state of block b
-- 1:
+Per token and block b, x the normalised input of the MoE sublayer, r_prev the router state of block b - 1:
 
-  (1)  r = W_down x + b_down + gamma * r_prev            gamma a learned vector, no second term in block 0
-      "EDA"
-  (2)  p = softmax(W_3 gelu(W_2 gelu(W_1 norm(r) + b_1) + b_2))      E experts and a skip class, float32
+  (1)  r = W_down x + b_down + gamma * r_prev            "EDA"; gamma a learned vector; block 0 has no r_prev
+  (2)  p = softmax(W_3 gelu(W_2 gelu(W_1 norm(r) + b_1) + b_2))       E experts and a skip class, float32
   (3)  e = argmax(p + bias)                              the bias takes part in the choice only
   (4)  y = p[e] Expert_e(x)                              p[e] is not renormalised; the skip class gives p[e] x
 
@@ -13,14 +11,13 @@ Only p[e] in (4) carries the loss's gradient to the router, so it must stay: ren
 would be 1 and the router would never learn. r, before its norm, goes on to the next block ("exponential depth
 averaging").
 
-  (5)  bias <- AdamW(bias, gradient = share - 1/E)       once per optimizer step, share: fraction of the
-                                                         tokens sent to e
+  (5)  bias <- AdamW(bias, gradient = share - 1/E)       once per optimizer step; share of the tokens sent to e
 
 There is no auxiliary loss. Equation (5), which the papers call PID-inspired, lowers the bias of busy experts
 and raises that of idle ones. The skip class is left out: it starts at -1, and every released checkpoint holds
 exactly -1 there.
 
-Papers: ZAYA1, arXiv 2511.17127, section 3 (router and balancing); 2605.05365 (balancing over the global
+Papers: ZAYA1, arXiv 2511.17127 (router and balancing); 2605.05365 (balancing over the global
 batch, as here).
 
 Glossary: down_proj W_down, router_states_scale gamma, fc1, fc2, out_proj W_1, W_2, W_3, balancing_biases

@@ -23,7 +23,7 @@ exponential failures, M = mtbf / n:
        sqrt(2 save M) (1 + sqrt(save/2M)/3 + save/18M) - save, or M if save > 2M    Daly 2006, eq. 37
 
 The simulation draws failures (Weibull: shape below 1 means that they come in clusters) and does not use (2);
-the tests hold it to (2) and (3) where these are exact. Papers: ZAYA1, arXiv 2511.17127, section 2 (the
+the tests hold it to (2) and (3) where these are exact. Papers: ZAYA1, arXiv 2511.17127 (the
 network, resilience).
 
 Left out: failures of a part of the network that only slow it, silent errors, spare nodes that are not there,

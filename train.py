@@ -8,7 +8,7 @@
     torchrun --nproc-per-node=8 train.py ...           data parallel
 
 A recipe is a list of phases, each with its tokens, context, RoPE base and learning rates (ZAYA1, arXiv
-2511.17127, section 4; 2605.05365). One optimizer step: accumulate micro-steps, guard, clip, Muon and AdamW,
+2511.17127; 2605.05365). One optimizer step: accumulate micro-steps, guard, clip, Muon and AdamW,
 balancing biases, log. Which samples a step reads depends on (seed, phase, sample index) alone, not on the
 number of ranks, so a run may be resumed on another number.
 """
