@@ -11,7 +11,7 @@ Only p[e] in (4) carries the loss's gradient to the router, so it must stay: ren
 would be 1 and the router would never learn. r, before its norm, goes on to the next block ("exponential depth
 averaging").
 
-  (5)  bias <- AdamW(bias, gradient = share - 1/E)       once per optimizer step; share of the tokens sent to e
+  (5)  bias <- AdamW(bias, gradient = share - 1/E)       once a step; share: of the tokens, those sent to e
 
 There is no auxiliary loss. Equation (5), which the papers call PID-inspired, lowers the bias of busy experts
 and raises that of idle ones. The skip class is left out: it starts at -1, and every released checkpoint holds
