@@ -273,11 +273,17 @@ def open_run(folder, dtype, device):
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} is not the folder of a run: it has no config.json")
-    saved = json.loads((folder / "config.json").read_text())
+    try:
+        saved = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise ValueError(f"{folder}/config.json is damaged: {error}") from None
     require(isinstance(saved.get("model"), dict) and "tokenizer_file" in saved,
             f"{folder}/config.json is not of train.py; for official weights use --weights {folder}")
     meta, weights = checkpoint.load_weights(folder)
-    model = ZAYA(ZAYAConfig(**saved["model"]))
+    try:
+        model = ZAYA(ZAYAConfig(**saved["model"]))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder}/config.json holds no possible model: {error}") from None
     model.load_state_dict(weights)
     tokenizer = data.get_tokenizer(f"{saved['tokenizer_file']}:{folder / 'tokenizer.json'}")
     return Source(model.to(device=device, dtype=dtype), tokenizer, f"{folder}, step {meta.get('step')}",

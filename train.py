@@ -341,6 +341,12 @@ class Run:
         path = [checkpoint.latest(self.out / "checkpoints") if self.cfg.resume and self.rank == 0 else None]
         if self.world > 1:
             dist.broadcast_object_list(path)
+        kept = self.cfg.resume and any((self.out / "checkpoints").glob("step_*[0-9]"))
+        require(
+            path[0] or not kept,
+            f"{self.out}: every checkpoint is damaged, so there is nothing to go on from; "
+            "start anew with another --out",
+        )
         if path[0]:
             saved = json.loads((self.out / "config.json").read_text())["tokenizer_file"]
             before = data.get_tokenizer(f"{saved}:{self.out / 'tokenizer.json'}")
@@ -629,6 +635,13 @@ def flag(argv, name):
             return argv[i + 1]
 
 
+def read_json(file):
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
+
+
 def saved_config(argv):
     """config.json of the run that --resume goes on with, as defaults; {} for a new run."""
     out = flag(argv, "--out") or newest_run("runs")
@@ -636,7 +649,7 @@ def saved_config(argv):
     if not flag(argv, "--resume") or out is None or not file.exists():
         return {}
     known = {f.name for f in dataclasses.fields(TrainConfig)} - {"resume", "init", "dry_run"}
-    return {name: value for name, value in json.loads(file.read_text()).items() if name in known} | {
+    return {name: value for name, value in read_json(file).items() if name in known} | {
         "out": str(out)
     }
 

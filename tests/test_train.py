@@ -368,6 +368,16 @@ def test_resuming_a_finished_run_changes_no_checkpoint(text):
     assert again["val_loss"] == first["val_loss"] and again["step"] == 2 and again["train_loss"] is None
 
 
+def test_run_without_a_sound_checkpoint_is_not_started_over(text):
+    go(text, "run", tokens=256)
+    shard = next(Path("run/checkpoints").glob("step_*/*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    before = {f: f.read_bytes() for f in Path("run").rglob("*") if f.is_file()}
+    with pytest.raises(ValueError, match="every checkpoint is damaged"):
+        go(text, "run", tokens=256, resume="auto")
+    assert before == {f: f.read_bytes() for f in Path("run").rglob("*") if f.is_file()}
+
+
 def test_checkpoint_of_another_configuration_is_refused(text):
     go(text, "run", tokens=256)
     with pytest.raises(ValueError, match="does not fit: .* is .* in the checkpoint, .* here"):
