@@ -328,7 +328,7 @@ def _resolve(path):
         return path
     if found := latest(path / "checkpoints") or latest(path):
         return found
-    raise FileNotFoundError(f"{path} holds no undamaged checkpoint; to see what it has: checkpoint.py {path}")
+    raise FileNotFoundError(f"{path} holds no undamaged checkpoint; its list: python checkpoint.py {path}")
 
 
 # ---------------------------------------------------------------------------------------------------- tensors

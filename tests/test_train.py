@@ -307,7 +307,7 @@ def test_mfu_counts_active_parameters_and_knows_what_it_does_not_know(make):
 
 # -------------------------------------------------------------------------------- refusals
 
-def refused(args, *words):
+def assert_refused(args, *words):
     """The command ends with status 2 and one line that holds these words."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *args], capture_output=True, text=True, timeout=60
@@ -330,7 +330,7 @@ def refused(args, *words):
     (["--data=nowhere.txt"], ["nowhere.txt"]),
     (["--top-k=9"], ["top_k 9"])])
 def test_bad_flags_end_in_one_line(args, words):
-    refused(args, *words)
+    assert_refused(args, *words)
 
 
 def test_bad_data_and_folders_end_in_one_line(text, tmp_path):
@@ -338,10 +338,10 @@ def test_bad_data_and_folders_end_in_one_line(text, tmp_path):
     empty.write_text("")
     short.write_text("few words")
     small = ["--preset=tiny", "--tokenizer=bytes", "--device=cpu"]
-    refused([f"--data={empty}", *small], "empty.txt")
-    refused([f"--data={short}", *small], "short.txt", "128")
-    refused([f"--data={text}", *small, f"--out={short}/run"], "--out")
-    refused([f"--data={text}", *small, "--tokens=10"], "--tokens")
+    assert_refused([f"--data={empty}", *small], "empty.txt")
+    assert_refused([f"--data={short}", *small], "short.txt", "128")
+    assert_refused([f"--data={text}", *small, f"--out={short}/run"], "--out")
+    assert_refused([f"--data={text}", *small, "--tokens=10"], "--tokens")
 
 
 def test_existing_run_is_never_overwritten(text):
