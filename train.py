@@ -16,6 +16,7 @@ number of ranks, so a run may be resumed on another number.
 import csv
 import ctypes
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -552,13 +553,18 @@ def train(cfg):
     """
     rank, world, local_rank = (int(os.environ.get(name, default)) for name, default in
                                (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    if world > 1:       # the long time-out: a short break of the network should not kill a run of weeks
+    if world > 1:
+        # The optimizers import this. Imported while a process group exists it keeps the group for ever, and gloo's
+        # threads, still alive when the interpreter ends, abort it about every twentieth time.
+        import torch._dynamo  # noqa: F401
+        # the long time-out: a short break of the network should not kill a run of weeks
         dist.init_process_group("nccl" if torch.cuda.is_available() and cfg.device != "cpu" else "gloo",
                                 timeout=timedelta(minutes=30))
     try:
         return loop(Run(cfg, rank, world, local_rank))
     finally:
         if world > 1:
+            gc.collect()        # DDP holds the group too, and the run it belongs to is a cycle
             dist.destroy_process_group()
 
 

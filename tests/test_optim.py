@@ -116,7 +116,7 @@ def test_schedule_at_its_corners():
 def test_ranks_share_the_work_and_get_the_weights_of_one(tmp_path):
     """Same gradients on 1, 2 and 3 ranks: bitwise equal weights, each matrix's momentum on one rank alone."""
     program = tmp_path / "share.py"
-    program.write_text("""import os, sys, torch, torch.distributed as dist, optim
+    program.write_text("""import os, sys, torch, torch._dynamo, torch.distributed as dist, optim
 if int(os.environ.get("WORLD_SIZE", 1)) > 1: dist.init_process_group("gloo")
 g = torch.Generator().manual_seed(0)
 shapes = [(6, 4), (3, 6, 4), (5, 8), (2, 5, 8)]
@@ -138,13 +138,9 @@ if dist.is_initialized(): dist.destroy_process_group()
         launch = (
             [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         )
-        subprocess.run(
-            [sys.executable, *launch, str(program), str(out)],
-            check=True,
-            timeout=100,
-            cwd=ROOT,
-            capture_output=True,
-        )
+        command = [sys.executable, *launch, str(program), str(out)]
+        done = subprocess.run(command, timeout=100, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
         results[ranks] = torch.load(out, weights_only=True)
     for ranks in (2, 3):
         params, owned = results[ranks]

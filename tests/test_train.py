@@ -73,9 +73,8 @@ def flags(**fields):
     return [f"--{k.replace('_', '-')}={v}" for k, v in fields.items()]
 
 
-def torchrun(text, out, ranks=2, stop_after=None, extra=(), **changes):
+def torchrun(text, out, ranks=2, stop_after=None, program=str(ROOT / "train.py"), **changes):
     """One run by torchrun in subprocesses."""
-    program = str(ROOT / "train.py")
     if stop_after is not None:
         program = f"{out}-stop.py"
         Path(program).write_text(f"""import sys, train
@@ -92,7 +91,6 @@ train.main(sys.argv[1:])
         "torch.distributed.run",
         "--standalone",
         f"--nproc-per-node={ranks}",
-        *extra,
         program,
     ]
     done = subprocess.run(
@@ -451,6 +449,18 @@ def test_two_ranks_make_the_step_of_one(text):
     for name in a:
         if "balancing" in name:
             assert torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.slow
+def test_no_thread_of_the_process_group_outlives_the_training(text):
+    """One that does aborts the interpreter's exit now and then, and a finished run looks like a failed one."""
+    program = Path("threads.py")
+    program.write_text("""import sys, pathlib, train
+train.main(sys.argv[1:])
+names = [p.read_text().strip() for p in pathlib.Path("/proc/self/task").glob("*/comm")]
+sys.exit(f"still running: {names}" if any("gloo" in name for name in names) else 0)
+""")
+    torchrun(text, "run", program=str(program), tokens=256)
 
 
 @pytest.mark.slow
