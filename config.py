@@ -29,29 +29,20 @@ class Parser(argparse.ArgumentParser):
             flag = word.split("=")[0]
             near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.5)
             if message.startswith("unrecognized") and flag.startswith("-"):
-                message = (
-                    f"unknown flag {flag}"
-                    + (f", did you mean {near[0]}?" if near else "")
-                    + " (--help lists all)"
-                )
+                meant = f", did you mean {near[0]}?" if near else ""
+                message = f"unknown flag {flag}{meant} (--help lists all)"
                 break
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def parse(prog, description, argv, *classes, without=(), **defaults):
-    """One instance of each dataclass from a command line. defaults: values that replace a field's own
-    default.
+    """One instance of each dataclass from a command line. defaults: values in place of the fields' own.
 
     without: fields that get no flag, as those without help text. Field names must differ between the classes.
     Raises SystemExit(2) with one line for anything that does not fit.
     """
-    parser = Parser(
-        prog,
-        usage="%(prog)s [flags]",
-        description=description,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog, usage="%(prog)s [flags]", description=description, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     for cls in classes:
         group = parser.add_argument_group(cls.__name__)
         hints = typing.get_type_hints(cls)
@@ -60,17 +51,15 @@ def parse(prog, description, argv, *classes, without=(), **defaults):
                 add_flag(group, field, hints[field.name], defaults.get(field.name, field.default))
     values = defaults | vars(parser.parse_args(argv))
     try:
-        return [
-            cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
-            for cls in classes
-        ]
+        return [cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
+                for cls in classes]
     except ValueError as error:
         parser.error(str(error))
 
 
 def add_flag(group, field, hint, default):
-    """--field-name for one field; bool fields get --no-field-name too; X | None takes the word none; list
-    fields collect the texts of a flag that is given several times."""
+    """--field-name for one field. A bool gets --no-field-name too, X | None takes the word none, a list
+    collects the texts of a flag that is given several times."""
     flag, help = "--" + field.name.replace("_", "-"), field.metadata["help"] + f" (default: {default})"
     if hint is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=help)
@@ -80,14 +69,9 @@ def add_flag(group, field, hint, default):
     if kind is list:
         group.add_argument(flag, action="append", default=default, metavar="TEXT", help=help)
         return
-    group.add_argument(
-        flag,
-        type=converter(kind, optional),
-        default=default,
-        choices=field.metadata["choices"],
-        help=help,
-        metavar=None if field.metadata["choices"] else kind.__name__.upper(),
-    )
+    choices = field.metadata["choices"]
+    group.add_argument(flag, type=converter(kind, optional), default=default, choices=choices, help=help,
+                       metavar=None if choices else kind.__name__.upper())
 
 
 def converter(kind, optional):
@@ -97,15 +81,13 @@ def converter(kind, optional):
         if kind is tuple:
             return tuple(int(part) for part in text.split(",") if part)
         return kind(text)
-    convert.__name__ = {tuple: "list of whole numbers (as 2,2)", int: "whole number", float: "number"}.get(
-        kind, kind.__name__
-    )
+    words = {tuple: "list of whole numbers (as 2,2)", int: "whole number", float: "number"}
+    convert.__name__ = words.get(kind, kind.__name__)       # argparse names it when a text does not fit
     return convert
 
 
 def run(main):
-    """Call a command's main(argv). The user's mistakes end in one line and status 2 instead of a
-    traceback."""
+    """Call a command's main(argv). The user's mistakes end in one line and status 2, not in a traceback."""
     try:
         sys.exit(main(sys.argv[1:]))
     except (ValueError, OSError) as error:

@@ -26,9 +26,8 @@ class Example:
 
 
 def test_flags_set_fields():
-    (parsed,) = config.parse(
-        "x", "", ["--rate=0.25", "--count", "3", "--kinds=1,2,3", "--kind=b", "--no-on"], Example
-    )
+    argv = ["--rate=0.25", "--count", "3", "--kinds=1,2,3", "--kind=b", "--no-on"]
+    parsed, = config.parse("x", "", argv, Example)
     assert parsed == Example(0.25, 3, (1, 2, 3), "b", False)
     assert config.parse("x", "", ["--count=none", "--kinds="], Example)[0] == Example(kinds=())
 
@@ -40,10 +39,8 @@ def test_defaults_may_be_replaced_and_flags_still_win():
 
 @pytest.mark.parametrize("argv, words", [
     (["--rat=1"], "did you mean --rate"), (["--rate=x"], "number"), (["--rate"], "expected one argument"),
-    (["--kind=c"], "'a', 'b'"),
-    (["--count=1.5"], "whole number"), (["--kinds=a"], "2,2"), (["--rate=3"], "at most 1"),
-    (["stray"], "stray"),
-    (["--hidden=1"], "unknown flag --hidden")])
+    (["--kind=c"], "'a', 'b'"), (["--count=1.5"], "whole number"), (["--kinds=a"], "2,2"),
+    (["--rate=3"], "at most 1"), (["stray"], "stray"), (["--hidden=1"], "unknown flag --hidden")])
 def test_mistakes_end_in_one_line_and_status_2(argv, words, capsys):
     with pytest.raises(SystemExit) as caught:
         config.parse("x", "", argv, Example)
@@ -57,6 +54,5 @@ def test_every_flag_is_in_the_help_with_its_default(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     for field in (*dataclasses.fields(TrainConfig), *dataclasses.fields(ZAYAConfig)):
         if field.metadata["help"]:
-            assert f"--{field.name.replace('_', '-')}" in shown and f"(default: {field.default})" in shown, (
-                field.name
-            )
+            flag, default = f"--{field.name.replace('_', '-')}", f"(default: {field.default})"
+            assert flag in shown and default in shown, field.name
