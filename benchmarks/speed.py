@@ -13,7 +13,7 @@ medians and their ratio are printed.
   step      forward, backward and AdamW of the laptop preset, float32
   decode    tokens a second at batch 1 with a cache, greedy
   moe       the MoE sublayer, forward and backward, against dense matrix products with the same floating-point
-            operations
+            operations, at the step's number of tokens and at four times as many
 """
 
 import argparse
@@ -107,32 +107,40 @@ def compare_decode(ours, theirs, rounds, new=64):
     )
 
 
-def compare_moe(model, rounds):
+def compare_moe(model, tokens, rounds):
+    """The MoE sublayer as a training step runs it (router compiled, experts not) against the router's matrices
+    and one expert's, on the same number of tokens."""
     c, moe = model.config, model.blocks[1].mlp
-    x, r = torch.randn(B, T, c.hidden_size, requires_grad=True), torch.randn(B * T, c.router_hidden_size)
-    R, F_, D = c.router_hidden_size, c.expert_hidden_size, c.hidden_size
-    # router and one expert, as plain matrices
+    D, R, F_ = c.hidden_size, c.router_hidden_size, c.expert_hidden_size
+    x_ND, up_ND = torch.randn(tokens, D, requires_grad=True), torch.randn(tokens, D)
+    r_NR, gate = torch.randn(tokens, R), torch.compile(moe.gate, dynamic=False)
     shapes = [(D, R), (R, R), (R, R), (R, c.num_classes), (D, 2 * F_), (F_, D)]
-    pairs = [
-        (torch.randn(B * T, i, requires_grad=True), torch.randn(i, o, requires_grad=True)) for i, o in shapes
-    ]
-    up = torch.randn(B, T, D)
+    pairs = [(torch.randn(tokens, i, requires_grad=True), torch.randn(i, o, requires_grad=True)) for i, o in shapes]
 
     def sublayer():
-        moe(x, r)[0].backward(up)
+        p_NK, experts_NK, _ = gate(x_ND, r_NR)
+        y_ND = moe.visit(x_ND, p_NK, experts_NK)
+        y_ND.backward(up_ND)
+        return y_ND
 
     def products():
         for a, w in pairs:
             y = a @ w
             y.backward(torch.ones_like(y))
+    with torch.no_grad():
+        one_by_one = moe.gate(x_ND, r_NR)
+        slow = torch.stack([p * (moe.experts.single(x, e) if e < c.num_experts else x)
+                            for x, p, e in zip(x_ND, one_by_one[0][:, 0], one_by_one[1][:, 0].tolist())])
+    must_agree("MoE, token by token", sublayer().detach(), slow, 1e-4)
     seconds = take_turns({"MoE sublayer": sublayer, "dense products": products}, rounds * 4)
-    report("moe", {name: f"{s * 1e3:.1f} ms" for name, s in seconds.items()}, seconds, "dense products")
+    report(f"moe, {tokens:,} tokens", {name: f"{s * 1e3:.1f} ms" for name, s in seconds.items()}, seconds,
+           "dense products")
 
 
 def report(what, shown, seconds, base):
     for name in seconds:
         row = [what, name, shown[name], f"{seconds[name] / seconds[base]:.2f}"]
-        print(f"{row[0]:7s} {row[1]:26s} {row[2]:>14s}   time against {base}: {row[3]}")
+        print(f"{row[0]:19s} {row[1]:26s} {row[2]:>14s}   time against {base}: {row[3]}")
         rows.append(row)
 
 
@@ -164,7 +172,8 @@ def main():
     print(machine)
     compare_decode(ours.eval(), theirs.eval(), max(3, rounds // 4))
     compare_step(ours.train(), theirs.train(), compiled, rounds)     # last: it changes the weights
-    compare_moe(compiled, rounds)
+    for tokens in (B * T, 4 * B * T):
+        compare_moe(compiled, tokens, rounds)
     RESULTS.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
 
 
