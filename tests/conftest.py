@@ -2,6 +2,7 @@
 models."""
 
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -43,6 +44,24 @@ def randomised(model, seed=0):
             biases = block.mlp.gate.balancing_biases
             biases[:model.config.num_experts] = torch.randn(model.config.num_experts, generator=g) * 0.05
     return model
+
+
+def random_text(rng, length):
+    """Letters, spaces, line breaks, digits and characters of 2, 3 and 4 bytes."""
+    return "".join(rng.choice("ab _.\n\t 12(é)你😀\u0301\r\x00") for _ in range(length))
+
+
+def make_folder(root, number=40, seed=0):
+    """Files of uneven length in several folders -> {relative path: text}."""
+    rng, texts = random.Random(seed), {}
+    for i in range(number):
+        name = f"d{i % 3}/f{i:02d}.txt"
+        texts[name] = f"file {i}\n" + random_text(rng, rng.randrange(1, 900))
+        texts[name] = texts[name].replace("\x00", "")
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(text.encode())
+    return texts
 
 
 @pytest.fixture

