@@ -41,7 +41,8 @@ from model import PRESETS, ZAYA, ZAYAConfig, require
 from plan import CARDS
 from recipe import PUBLISHED_RANKS, TrainConfig, micro_steps, plan, print_plan
 from router import Balancer, balance_health
-from sample import generate, newest_run
+from sample import generate
+from speaker import newest_run
 
 
 MAX_BAD_STEPS = 10

@@ -24,8 +24,9 @@ import torch  # noqa: E402
 
 import decode  # noqa: E402
 import pretrained  # noqa: E402
+from chat import Meter, peak_memory  # noqa: E402
 from model import ZAYA, ZAYAConfig  # noqa: E402
-from sample import Meter, peak_memory, stream  # noqa: E402
+from sample import stream  # noqa: E402
 
 PROMPT, TOKENS = list(range(1000, 1064)), 48
 

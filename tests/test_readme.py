@@ -54,11 +54,11 @@ def test_flags_of_every_command_exist(command, capsys):
     if program not in ("train.py", "sample.py"):
         assert (ROOT / program).exists()
         return
+    import chat
     import config
     import recipe
-    import sample
     from model import ZAYAConfig
-    classes = (recipe.TrainConfig, ZAYAConfig) if program == "train.py" else (sample.SampleConfig,)
+    classes = (recipe.TrainConfig, ZAYAConfig) if program == "train.py" else (chat.SampleConfig,)
     if "--help" not in args:
         config.parse(program, "", [a for a in args if a != "..."], *classes)
 

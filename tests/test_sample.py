@@ -1,29 +1,19 @@
-"""Sampling: decoding against plain recomputation, batches against single rows, draws, text, conversations,
-the command line."""
-
-import io
-import json
-import subprocess
-import sys
+"""Sampling: decoding against plain recomputation, batches against single rows, draws."""
 
 import pytest
 import torch
 
-import checkpoint
-import config as command_line
-import data
 import decode
 import sample
-from conftest import ROOT, assert_close
+from conftest import assert_close
 from model import ZAYA, ZAYAConfig
-from sample import SampleConfig, Source, Text, generate, pick, stream
+from sample import generate, pick
 
 PROMPTS = [[5, 9, 200, 31, 7, 7, 90], [3], [250, 1]]
 
 
 def decoded(model, tokens, segments=None, prefill=1):
-    """Last hidden states of all positions from `prefill` on, the model fed a prefill and a Decoder the rest:
-    (B, T, D)."""
+    """Last hidden states from `prefill` on, (B, T, D): the model is fed a prefill, a Decoder the rest."""
     cache = model.new_cache(*tokens.shape)
     with torch.inference_mode():
         part = None if segments is None else segments[:, :prefill]
@@ -33,10 +23,9 @@ def decoded(model, tokens, segments=None, prefill=1):
 
 
 SHAPES = {"published": dict(num_blocks=3), "windows": dict(num_blocks=4, sliding_window=4),
-          "one kv head": dict(num_kv_heads=1),
-          "heads alone": dict(num_heads=3, num_kv_heads=3), "wider convolutions": dict(conv_kernels=(3, 4)),
-          "skip zero": dict(skip_expert="zero"), "no skip": dict(skip_expert="off"),
-          "two experts": dict(top_k=2, num_experts=5)}
+          "one kv head": dict(num_kv_heads=1), "heads alone": dict(num_heads=3, num_kv_heads=3),
+          "wider convolutions": dict(conv_kernels=(3, 4)), "skip zero": dict(skip_expert="zero"),
+          "no skip": dict(skip_expert="off"), "two experts": dict(top_k=2, num_experts=5)}
 
 
 @pytest.mark.parametrize("batch", [1, 3, 11])
@@ -230,149 +219,3 @@ def test_text_ends_where_the_context_does_and_longer_prompts_are_refused(make):
 def test_impossible_arguments_are_named(prompts, settings, complaint, make):
     with pytest.raises(ValueError, match=complaint):
         generate(make(), prompts, 3, **settings)
-
-
-# ------------------------------------------------------------------------------------------------------ text
-
-def test_text_holds_back_incomplete_characters():
-    tokenizer, text, said = data.get_tokenizer("bytes"), "aé漢🙂!", []
-    writer = Text(tokenizer)
-    said = [writer.feed([i]) for i in tokenizer.encode(text)]
-    assert "".join(said) == text and "\ufffd" not in "".join(said) and said[1] == "" and said[2] == "é"
-    writer = Text(tokenizer)
-    assert writer.feed(list("🙂".encode())[:3]) == "" and writer.feed([], final=True) == "\ufffd"
-
-
-def test_text_stops_before_a_stop_text_even_across_tokens():
-    tokenizer = data.get_tokenizer("bytes")
-    writer, said = Text(tokenizer, ["END", "\n\n"]), []
-    for i in tokenizer.encode("the EN, then\n one ENDless"):
-        said.append(writer.feed([i]))
-    assert "".join(said) == "the EN, then\n one " and writer.done and writer.feed([65]) == ""
-    writer = Text(tokenizer, ["END"])
-    assert writer.feed(tokenizer.encode("x EN")) == "x " and writer.feed([], final=True) == "EN"
-
-
-def test_ids_past_the_tokenizer_are_shown_not_fatal():
-    assert Text(data.get_tokenizer("bytes")).feed([65, 999, 66]) == "A\ufffdB"
-
-
-class Turns:
-    """A stand-in for Gemma's tokenizer: bytes shifted behind the ids of its control tokens."""
-    vocab_size, bos, eot, specials = 256, 2, 1, {"<|im_start|>": 105, "<|im_end|>": 106}
-
-    def encode(self, text, allow_special=False):
-        return [110 + b % 140 for b in text.encode()]
-
-    def decode_bytes(self, ids):
-        return bytes(i % 128 for i in ids)
-
-
-def talk(model, lines, capsys, **settings):
-    source = Source(model, Turns(), "toy", (1, 106), (2,), "assistant")
-    cfg = SampleConfig(chat=True, temperature=0, max_new_tokens=6, **settings)
-    sample.chat(source, cfg, io.StringIO(lines))
-    return capsys.readouterr()
-
-
-def test_a_conversation_equals_the_same_text_without_a_cache(make, capsys):
-    model = make(num_blocks=3)
-    said = talk(model, "hello\nand now\nlast\n", capsys)
-    source, ids, replies = Source(model, Turns(), "toy", (1, 106), (2,), "assistant"), [], []
-    for n, line in enumerate(("hello", "and now", "last")):
-        ids += source.turn(line, n == 0)
-        new = generate(model, [ids], 6, temperature=0, stop=(1, 106), vocab_size=256, cached=False)[0]
-        ids += new
-        replies.append(Text(Turns()).feed(new, final=True))
-    assert said.out == "".join(reply + "\n" for reply in replies)
-
-
-def test_a_turn_follows_the_template_and_text_never_becomes_control_tokens():
-    source = Source(None, Turns(), "toy", (1, 106), (2,), "assistant")
-    e = Turns().encode
-    turn = [105, *e("user\nhi"), 106, *e("\n"), 105, *e("assistant\n")]
-    assert source.turn("hi", True) == [2, *turn] and source.turn("hi", False) == [106, *e("\n"), *turn]
-    assert not {105, 106} & set(source.turn("<|im_end|>", True)[2:-15])
-
-
-def test_a_full_conversation_is_refused(make, capsys):
-    with pytest.raises(ValueError, match="exceeds the context of 40"):
-        talk(make(), "hello\nmore\n", capsys, context=40)
-
-
-def test_self_check_compares_ids_and_tokens(make, capsys):
-    class Published(Turns):
-        def encode(self, text, allow_special=False):
-            return sample.CHECK_IDS[1:-1]
-    class Model(torch.nn.Module):
-        embed_tokens, next_ids = torch.nn.Embedding(1, 1), sample.CHECK_NEXT
-        def forward(self, tokens):
-            assert tokens.tolist() == [sample.CHECK_IDS]
-            return torch.nn.functional.one_hot(torch.tensor([self.next_ids]), 237_000), None
-    model = Model()
-    sample.self_check(Source(model, Published(), "toy", (), (2,)))
-    assert "passed" in capsys.readouterr().out
-    model.next_ids = [104, *sample.CHECK_NEXT[1:]]
-    with pytest.raises(ValueError, match="likeliest next ids are .104"):
-        sample.self_check(Source(model, Published(), "toy", (), (2,)))
-    with pytest.raises(ValueError, match="tokenizer.json is not that of ZAYA1-8B"):
-        sample.self_check(Source(model, Turns(), "toy", (), (2,)))
-
-
-# ----------------------------------------------------------------------------------------------- the command
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A folder with runs/007 (a tiny model, bytes) and an older, empty runs/002."""
-    base = tmp_path_factory.mktemp("work")
-    for number in ("002", "007"):
-        folder = base / "runs" / number
-        folder.mkdir(parents=True)
-        torch.manual_seed(0)
-        config = ZAYAConfig.preset("tiny", vocab_size=320)
-        spec = data.get_tokenizer("bytes").save(folder / "tokenizer.json")
-        saved = {"model": vars(config), "data": "stdlib", "tokenizer_file": spec.partition(":")[0]}
-        (folder / "config.json").write_text(json.dumps(saved))
-    saver = checkpoint.Checkpointer(folder / "checkpoints")
-    saver.save(5, {"model": ZAYA(config).state_dict()}, {})
-    saver.wait()
-    return base
-
-
-def command(runs, *args):
-    line = [sys.executable, ROOT / "sample.py", *args]
-    return subprocess.run(line, cwd=runs, capture_output=True, text=True, timeout=100)
-
-
-def test_the_command_takes_the_newest_run_streams_and_measures(runs):
-    done = command(runs, "--max-new-tokens", "20", "--seed", "3")
-    assert done.returncode == 0 and done.stdout.startswith("def "), done.stderr
-    for fact in ("runs/007, step 5", "kernels: plain", "first token after", "tokens/s", "peak memory"):
-        assert fact in done.stderr, f"{fact!r} is not in {done.stderr!r}"
-
-
-def test_the_command_takes_prompts_from_flags_and_a_file(runs):
-    (runs / "prompts.txt").write_text("two <|endoftext|>\n\nthree\n")
-    line = "--prompt one --prompts prompts.txt --num-samples 2 --max-new-tokens 3 --seed 1"
-    done = command(runs, *line.split())
-    parts = done.stdout.split("-" * 40 + "\n")
-    expected = ["one", "one", "two <|endoftext|>", "two <|endoftext|>", "three", "three"]
-    assert len(parts) == 6 and all(part.startswith(text) for part, text in zip(parts, expected)), parts
-
-
-@pytest.mark.parametrize("args, complaint", [
-    (["--run", "nowhere"], "nowhere is not the folder of a run"),
-    (["--run", "runs/002"], "no undamaged checkpoint"), (["--weights", "runs"], "runs has no config.json"),
-    (["--tempertaure", "1"], "did you mean --temperature"), (["--top-k", "x"], "--top-k"),
-    (["--top-p", "3"], "--top-p is 3.0"), (["--kernels", "hip"], "--kernels hip cannot run"),
-    (["--device", "abacus"], "--device abacus is unknown"),
-    (["--prompt", "<|foo|>", "--special"], "unknown special token <|foo|>"),
-    (["--prompts", "none.txt"], "none.txt"), (["--prompt", "x" * 300], "exceeds the context of 256")])
-def test_mistakes_end_in_one_line_and_status_2(args, complaint, runs, monkeypatch, capsys):
-    monkeypatch.chdir(runs)
-    monkeypatch.setattr(sys, "argv", ["sample.py", *args])
-    with pytest.raises(SystemExit) as end:
-        command_line.run(sample.main)
-    error = capsys.readouterr().err
-    lines = [line for line in error.splitlines() if "parameters" not in line]
-    assert end.value.code == 2 and len(lines) == 1 and complaint in lines[0], error
