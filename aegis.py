@@ -1,0 +1,764 @@
+"""Aegis: a run that watches and repairs itself. Two halves and a report, one file:
+
+    python aegis.py run -- torchrun --nproc-per-node=8 train.py --resume auto --out runs/mine ...
+    python aegis.py run -- python train.py --resume auto --out runs/mine
+    python aegis.py report runs/mine                   goodput, faults, times; a picture of the time line
+    python aegis.py                                    a small demonstration of the guard and of the watcher
+
+The guard sits in train.py's loop. It judges each step before the optimizers see it, by numbers that all ranks
+share (mean loss, gradient norm, checksums of the weights), so that all ranks decide alike and nobody asks:
+
+    bad step      loss or norm not finite, or above  median + SPIKE * max(1.4826 MAD, FLOOR * median)  of the
+                  last WINDOW good steps (Leys et al. 2013) -> skipped: weights, optimizer, biases stay
+    trouble       TROUBLE bad steps among RECENT -> back to the newest whole checkpoint, and past the data
+    damage        weights not finite, or not the same on all ranks -> back, on the same data; never saved
+    no way out    MAX_ROLL_BACKS without getting past the trouble -> GaveUp, exit status 3
+
+The watcher sits around the run, one a node. It starts the command, reads heartbeats (a line that each rank
+writes in place, several times a step), output, exit codes and the machine, gives what it finds a name and a
+class, and acts by the class:
+
+    transient     end what is left of the group, start it again from the newest checkpoint, after a back-off
+    data          the guard's: skip, roll back
+    node          leave the run to the other nodes; without others: say so, and go on as long as it goes
+    fatal         stop and say what to do; also when MAX_RESTARTS starts in a row brought no new checkpoint
+
+Restarting ranks is torchrun's trade, deciding is ours: give torchrun no --max-restarts, and for several nodes
+--nnodes=MIN:MAX with a rendezvous that outlives a node. The only things between nodes are the shared folder
+of the run (aegis/NODE.json says how each does) and torchrun's rendezvous; a group that breaks on one node
+breaks on all, and each watcher starts its part again. A node more than MAX waits in the rendezvous: a spare.
+
+The idea: ZAYA1's training ran under such a service (arXiv 2511.17127, resilience); that one is not published,
+all rules and numbers here are ours. Left out: finding a slow link between healthy nodes, asking a scheduler
+for new nodes, anything that pages a human. Linux only (/proc). Never run on AMD's hardware: smi output is
+read as its documentation shows it.
+"""
+
+import fcntl
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import config
+from config import option
+
+# ----- the guard's numbers
+WINDOW = 64             # good steps that loss and norm are compared with: long for a median, short for a trend
+LEAST = 20              # of them before spikes are judged; anew in each phase, and never during warm-up
+SPIKE = 8               # robust standard deviations; a gradient norm's tail is heavy, so it gets twice that
+FLOOR = 0.05            # of the median: a loss so even that its MAD is nothing must not make every step a spike
+TROUBLE, RECENT = 3, 10     # bad steps, among how many, are no accident any more
+MAX_ROLL_BACKS = 2      # to no avail: a third would meet the same
+CHECK_EVERY = 100       # steps between checksums; one is also taken before every save
+IDLE, COLLAPSED = 200, 1000     # steps before an expert is called dead or a router collapsed; before acting
+
+# ----- the watcher's numbers, in seconds unless they say otherwise
+POLL = 0.1              # between two looks at heartbeats and processes
+HANG_STEPS, HANG = 4.5, 0.85    # silence of so many median steps and seconds is a hang: with POLL, 5 and 1
+SLOW = 600.0            # limit for what has no history: start-up, the first steps of a phase (they compile)
+GRACE = 5.0             # that a launcher gets to report why a rank died
+STRAGGLE, STRAGGLE_STEPS = 4.0, 12      # times the others' own time, median of so many steps
+MAX_RESTARTS = 3        # in a row without a new checkpoint
+MAX_BACKOFF = 300.0
+RISE = 10               # errors between two probes: single ones are corrected and happen
+MEMORY = 0.03           # share of memory left that is a warning
+HOT = 105.0             # degrees at the hottest spot; an MI300X slows down there
+GAVE_UP, EXCLUDED = 3, 4        # exit statuses; 2 is the user's mistake, as everywhere in this project
+
+# What a failing run or its kernel says: (pattern, name of the fault, class, what to do). Order is priority.
+LINES = [
+    (r"No space left on device|Disk quota exceeded", "disk full", "fatal",
+     "free space on the run's disk (or fewer --keep), then start Aegis again: the last checkpoint is whole"),
+    (r"Out of memory: Killed process|oom-kill:", "out of memory", "transient", "the kernel killed a process"),
+    (r"(HIP|CUDA) out of memory|OutOfMemoryError|can't allocate memory|MemoryError|hipErrorOutOfMemory",
+     "out of memory", "transient", "if it comes again: smaller --micro-tokens, or --recompute"),
+    (r"amdgpu.*(uncorrectable hardware error|RAS.*poison)|HSA_STATUS_ERROR_MEMORY_FAULT.*ECC|Uncorrected ECC",
+     "uncorrectable memory error", "node", "the card needs service"),
+    (r"amdgpu.*(GPU reset begin|ring .* timeout|device lost|wedged)|HSA_STATUS_ERROR_OUT_OF_RESOURCES",
+     "gpu reset", "node", "the card hung; a second time on the same node means service"),
+    (r"Memory access fault by GPU|hipErrorIllegalAddress|illegal memory access", "gpu memory fault",
+     "transient", "a kernel's bug, or memory; again at the same step: --kernels plain"),
+    (r"hipErrorNoBinaryForGpu|no kernel image is available", "kernels for another gpu", "fatal",
+     "set PYTORCH_ROCM_ARCH to this card's gfx name and build again"),
+    (r"hipErrorNoDevice|No HIP GPUs are available|Unable to open /dev/kfd", "no gpu", "node",
+     "the driver does not show the card: dmesg, groups video and render"),
+    (r"mce: \[Hardware Error\]|EDAC .* UE ", "machine check", "node", "host memory or processor needs service"),
+    (r"Stale file handle|Input/output error|Remote I/O error", "storage error", "transient", "shared disk?"),
+]
+# Read only when nothing above and no exit code explains the end: what the survivors of another's death say.
+SYMPTOMS = [
+    (r"(NCCL|RCCL).*(IBV_WC_RETRY_EXC_ERR|ibv_poll_cq|Got completion .* error|NET/IB.*error)|link down",
+     "network error", "transient", "a link flapped; if NIC counters rise on a node, it is that node"),
+    (r"Watchdog caught collective operation timeout|ncclRemoteError|ncclSystemError|Timed out waiting",
+     "collective timed out", "transient", "a rank elsewhere hung or died"),
+    (r"Connection (closed by peer|reset by peer|refused)|Broken pipe|RendezvousConnectionError|EOFError",
+     "peer lost", "transient", "a rank or node elsewhere died"),
+]
+# Read while the run lives: no end of it, but to be known.
+REMARKS = [
+    (r"checkpoint .* is passed over: .* bytes instead of", "checkpoint truncated", "transient",
+     "the checkpoint before it was taken"),
+    (r"checkpoint .* is passed over: ", "checkpoint damaged", "transient", "the checkpoint before it was taken"),
+]
+
+
+# -------------------------------------------------------------------------------- what both halves write
+
+def append(file, record):
+    """One JSON line, in one write: lines of several processes do not mix. Starts anew after a torn line."""
+    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(handle).st_size
+        torn = b"\n" if size and os.pread(handle, 1, size - 1) != b"\n" else b""
+        os.write(handle, torn + json.dumps(record).encode() + b"\n")
+    finally:
+        os.close(handle)
+
+
+def read_events(run):
+    """The records of a run's events.jsonl in order; torn lines are passed over."""
+    file, events = Path(run) / "events.jsonl", []
+    for line in file.read_text(errors="replace").splitlines() if file.exists() else ():
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            pass
+    return events
+
+
+class Heartbeat:
+    """What a rank is at, written in place into a file of its own; nothing without a watcher around the run.
+
+    beat("step", 7) says that step 7 begins, and that whatever came before has ended. mark() stops the clock of
+    the rank's own work in a step: what follows may wait for the others, and all ranks would look as slow.
+    """
+
+    def __init__(self, rank):
+        folder = os.environ.get("AEGIS_HEARTBEAT")
+        self.file = folder and os.open(Path(folder) / str(rank), os.O_WRONLY | os.O_CREAT, 0o644)
+        self.last, self.now, self.took = time.monotonic(), {"pid": os.getpid(), "what": "start"}, {}
+
+    def beat(self, what, step=None):
+        if self.file:
+            now = time.monotonic()
+            self.took[self.now["what"]] = round(now - self.last, 4)
+            self.last = now
+            self.now.update(what=what, step=step, time=now, took=self.took)
+            os.pwrite(self.file, json.dumps(self.now).ljust(400).encode(), 0)
+
+    def mark(self):
+        self.took["own"] = round(time.monotonic() - self.last, 4)
+
+
+# -------------------------------------------------------------------------------- the guard
+
+class GaveUp(RuntimeError):
+    """Rolling back did not help. train.py ends with status 3, and no watcher starts it again."""
+
+
+def new_memory():
+    """What the guard knows of a run, plain numbers: train.py keeps it in its progress, so that a resumed run
+    judges exactly as the undisturbed one would."""
+    return {"loss": [], "norm": [], "bad": [], "roll_backs": 0, "furthest": 0}
+
+
+def spike(values, value, deviations):
+    """The limit that `value` exceeds against the earlier `values`, or None."""
+    if len(values) < LEAST:
+        return None
+    middle = statistics.median(values)
+    spread = max(1.4826 * statistics.median(abs(v - middle) for v in values), FLOOR * abs(middle))
+    limit = middle + deviations * spread
+    return limit if value > limit else None
+
+
+def judge(memory, step, loss, norm, settled):
+    """Why this step must not be taken, or None; remembers either. loss, norm: the same on all ranks. settled:
+    the warm-up is over."""
+    reason = None
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        reason = f"not finite: loss {loss}, gradient norm {norm}"
+    elif settled:
+        for name, value, deviations in (("loss", loss, SPIKE), ("norm", norm, 2 * SPIKE)):
+            if reason is None and (limit := spike(memory[name], value, deviations)):
+                reason = f"spike: {name} {value:.4g} is above {limit:.4g}"
+    memory["bad"] = [s for s in memory["bad"] if s > step - RECENT] + [step] * (reason is not None)
+    if reason is None:
+        for name, value in (("loss", loss), ("norm", norm)):
+            memory[name] = [*memory[name], value][-WINDOW:]
+        if step >= memory["furthest"] + RECENT:
+            memory["roll_backs"] = 0
+    return reason
+
+
+def share_mean(loss, norm, world):
+    """Mean loss over the ranks, and the gradient norm, as floats: one small all-reduce, one wait for the GPU."""
+    if world > 1:
+        dist.all_reduce(loss)
+    loss, norm = torch.stack((loss, norm.to(loss.dtype))).tolist()
+    return loss / world, norm
+
+
+@torch.no_grad()
+def damage(model, world):
+    """What is wrong with the weights, as text the same on all ranks, or None. A flipped bit changes the sum
+    of the bits read as integers; ranks that differ from most are named."""
+    tensors = [t.detach() for t in model.state_dict().values() if t.is_floating_point()]
+    bits = {4: torch.int32, 2: torch.int16, 8: torch.int64}
+    mine = torch.stack([sum(t.contiguous().view(bits[t.element_size()]).sum() for t in tensors),
+                        sum((~t.isfinite()).sum() for t in tensors)])
+    everyone = [mine]
+    if world > 1:
+        dist.all_gather(everyone := [torch.empty_like(mine) for _ in range(world)], mine)
+    sums, bad = zip(*(pair.tolist() for pair in everyone))
+    if any(bad):
+        return f"weights not finite on rank {', '.join(str(r) for r, n in enumerate(bad) if n)}"
+    usual, votes = Counter(sums).most_common(1)[0]
+    if votes < world:
+        odd = [str(r) for r, s in enumerate(sums) if s != usual] if votes > 1 else ["unknown"]
+        return f"weights differ between ranks; odd one out: {', '.join(odd)}"
+    return None
+
+
+class Loads:
+    """Counts, on the device, for how many steps each expert had no token, and each router sent nearly all to
+    one class. Starts anew with the process, which at worst makes a warning late."""
+
+    def __init__(self, experts):
+        self.experts, self.idle_LE, self.collapsed_L, self.healthy_L, self.told = experts, 0, 0, False, set()
+
+    def add(self, load_LC):
+        top_L = load_LC.amax(1) / load_LC.sum(1).clamp(min=1)
+        self.idle_LE = (self.idle_LE + 1) * (load_LC[:, :self.experts] == 0)
+        self.collapsed_L = (self.collapsed_L + 1) * (top_L > 0.9)
+        self.healthy_L = self.healthy_L | (top_L < 0.5)
+
+    def look(self):
+        """([(what, evidence), ...] not told before, why to roll back or None). Waits for the device, so not
+        every step. A router that never spread its tokens is the configuration's doing, and only told."""
+        if self.experts < 2 or isinstance(self.idle_LE, int):
+            return [], None
+        full = {b: n for b, n in enumerate(self.collapsed_L.tolist()) if n >= IDLE}
+        dead = [(b, e) for b, row in enumerate(self.idle_LE.tolist()) for e, n in enumerate(row) if n >= IDLE]
+        found = {("dead_expert", f"block {b}, expert {e}: {IDLE} steps or more") for b, e in dead if b not in full}
+        found |= {("collapsed_router", f"block {b}: {IDLE} steps or more") for b in full}
+        new, self.told = sorted(found - self.told), found       # one that recovered will be told again
+        lost = [b for b, n in full.items() if n >= COLLAPSED and self.healthy_L[b]]
+        return new, f"router collapsed in block {lost[0]}, {COLLAPSED} steps" if lost else None
+
+
+# -------------------------------------------------------------------------------- probes of the machine
+
+def process(pid):
+    """(state letter, start time) of a living process, None for one that is gone or a zombie."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else (state, rest[18])
+
+
+def family(marker):
+    """Pids of the living processes that carry this heartbeat folder in their environment, wherever they
+    moved: torchrun gives each worker a session of its own, and its death does not end them."""
+    found, wanted = [], f"AEGIS_HEARTBEAT={marker}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (folder / "environ").read_bytes().split(b"\0") and process(folder.name):
+                found.append(int(folder.name))
+        except OSError:
+            pass
+    return found
+
+
+def memory_left(meminfo="/proc/meminfo"):
+    """Share of the machine's memory that is available."""
+    numbers = dict(re.findall(r"^(\w+):\s+(\d+)", Path(meminfo).read_text(), re.M))
+    return int(numbers["MemAvailable"]) / int(numbers["MemTotal"])
+
+
+def nic_errors(sys_root="/sys"):
+    """{interface: sum of its error counters}; empty where sysfs shows none."""
+    errors = defaultdict(int)
+    for pattern, names in (
+        ("class/infiniband/*/ports/*/counters/*", "symbol_error link_error_recovery link_downed port_rcv_errors "
+         "local_link_integrity_errors excessive_buffer_overrun_errors VL15_dropped"),
+        ("class/infiniband/*/ports/*/hw_counters/*", "local_ack_timeout_err packet_seq_err out_of_sequence"),
+        ("class/net/*/statistics/*", "rx_errors tx_errors rx_crc_errors tx_carrier_errors"),
+    ):
+        for file in Path(sys_root).glob(pattern):
+            if file.name in names.split():
+                try:
+                    errors[file.relative_to(sys_root).parts[2]] += int(file.read_text())
+                except (OSError, ValueError):
+                    pass            # a port without this counter says EINVAL
+    return dict(errors)
+
+
+def smi_command():
+    """The command that shows ECC counters and temperatures on this machine, None where there is no tool."""
+    for command in ("amd-smi metric --ecc --temperature --json", "rocm-smi --showtemp --showrasinfo"):
+        if shutil.which(command.split()[0]):
+            return command.split()
+
+
+def read_smi(text):
+    """(correctable, uncorrectable) ECC errors of all cards and the hottest degrees, from either tool's
+    output. Zeros where it says nothing."""
+    try:
+        pairs = list(leaves(json.loads(text)))
+    except ValueError:              # rocm-smi: rows "UMC  ENABLED  3  0", "Temperature (Sensor junction) (C): 45"
+        blocks = re.findall(r"ENABLED\s+(\d+)\s+(\d+)", text)
+        pairs = [(f"total_{kind}_count", int(block[i])) for block in blocks
+                 for i, kind in enumerate(("correctable", "uncorrectable"))]
+        pairs += [("hotspot", float(t)) for t in re.findall(r"\((?:Sensor )?junction\).*?:\s*([\d.]+)", text)]
+    total = lambda name: int(sum(value for key, value in pairs if key == f"total_{name}_count"))
+    heat = max((value for key, value in pairs if key == "hotspot"), default=0.0)
+    return total("correctable"), total("uncorrectable"), heat
+
+
+def leaves(node, key=""):
+    """(key in lower case, number) of a nested structure; {"value": 45, "unit": "C"} counts under its own name."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from leaves(value, key if name == "value" else name.lower())
+    elif isinstance(node, list):
+        for value in node:
+            yield from leaves(value, key)
+    elif isinstance(node, (int, float)):
+        yield key, node
+
+
+class Tail:
+    """New lines of a file that grows: a log, or /dev/kmsg. Nothing where it cannot be read."""
+
+    def __init__(self, file, offset=None):
+        """offset: where to begin; None: at the present end."""
+        self.rest, self.handle = b"", None
+        try:
+            self.handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+            os.lseek(self.handle, offset or 0, os.SEEK_END if offset is None else os.SEEK_SET)
+        except OSError:
+            pass
+
+    def lines(self):
+        found = []
+        while self.handle is not None:
+            try:
+                block = os.read(self.handle, 1 << 16)
+            except OSError:             # kmsg: nothing new, or records lost
+                break
+            if not block:
+                break
+            *whole, self.rest = (self.rest + block).split(b"\n")
+            found += whole
+        return [line.decode(errors="replace") for line in found]
+
+
+def recognise(lines, table):
+    """The first fault of `table`, in the table's order, that a line shows: Fault or None."""
+    for pattern, what, kind, advice in table:
+        for line in lines:
+            if re.search(pattern, line):
+                return Fault(what, kind, line.strip()[:300], advice)
+    return None
+
+
+@dataclass
+class Fault:
+    """what: its name; kind: transient, data, node or fatal; evidence: what was seen; advice: for people."""
+    what: str
+    kind: str
+    evidence: str
+    advice: str = ""
+    rank: int | None = None
+    since: float | None = None      # time.monotonic() of the last sign of life
+    broken: bool = True             # the group is dead, or must be ended
+
+
+# -------------------------------------------------------------------------------- the watcher
+
+@dataclass
+class WatchConfig:
+    """How to watch. The command to watch stands after --."""
+    node: str = option("0", "name of this node; several nodes, one Aegis each, share the folder of the run")
+    backoff: float = option(1.0, "seconds before the first restart; doubled while no checkpoint is added")
+    probe_every: float = option(10.0, "seconds between looks at memory, disk, network cards and GPUs")
+    sys_root: str = option("/sys", "where sysfs is")
+    kernel_log: str = option("/dev/kmsg", "the kernel's log, followed from its present end")
+
+    def __post_init__(self):
+        if not re.fullmatch(r"[\w-]+", self.node) or min(self.backoff, self.probe_every) <= 0:
+            raise ValueError("--node is a word; --backoff and --probe-every are above 0")
+
+
+def run_folder(command):
+    """The run that a training command works on. Raises ValueError where Aegis could not start it again."""
+    words = " ".join(command).replace("=", " ").split()
+    if not command:
+        raise ValueError("what to watch? python aegis.py run -- torchrun ... train.py --resume auto --out RUN")
+    for flag, example in (("--out", "runs/mine"), ("--resume", "auto")):
+        if flag not in words[:-1]:
+            raise ValueError(f"the command needs {flag} {example}, or it could not be started again")
+    return Path(words[len(words) - 1 - words[::-1].index("--out") + 1])
+
+
+class Watcher:
+    """One node's part of a run: starts, follows, judges, repairs. watch() returns the exit status."""
+
+    def __init__(self, cfg, command):
+        self.cfg, self.command, self.run = cfg, command, run_folder(command).resolve()
+        self.folder = self.run / "aegis"
+        self.beats_folder, self.output = self.folder / f"{cfg.node}.beats", self.folder / f"{cfg.node}.log"
+        self.own_file = self.folder / f"{cfg.node}.json"
+        self.beats_folder.mkdir(parents=True, exist_ok=True)
+        self.lock = open(self.folder / f"{cfg.node}.lock", "w")     # the kernel frees it when we die
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another Aegis watches {self.run} as node {cfg.node}") from None
+        (self.folder / "reserve").write_bytes(bytes(1 << 16))       # given up for the last words on a full disk
+        self.kernel, self.smi, self.process, self.asked = Tail(cfg.kernel_log), None, None, False
+        self.counters, self.restarts, self.next_probe, self.recovering = {}, 0, 0.0, None
+        self.history = defaultdict(lambda: deque(maxlen=25))        # seconds, by what a rank was at
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: setattr(self, "asked", True))
+
+    def event(self, what, **facts):
+        """A line in events.jsonl and on the screen. On a full disk the reserve makes room for it."""
+        record = {"time": round(time.time(), 3), "rank": facts.pop("rank", None), "node": self.cfg.node, "what": what,
+                  **facts}
+        print("aegis   " + what + "".join(f", {k} {v}" for k, v in facts.items() if v not in (None, "")), flush=True)
+        for _ in range(2):
+            try:
+                return append(self.run / "events.jsonl", record)
+            except OSError:
+                (self.folder / "reserve").unlink(missing_ok=True)
+
+    # ----- start and end
+    def save_state(self, state):
+        facts = {"node": self.cfg.node, "state": state, "time": time.time(), "pid": self.pid, "born": self.born,
+                 "offset": self.offset,
+                 "pace": statistics.median(own) if (own := [s for k in self.history if k[0] == "own" for s in self.history[k]])
+                 else None}
+        try:
+            self.own_file.with_suffix(".tmp").write_text(json.dumps(facts))
+            self.own_file.with_suffix(".tmp").replace(self.own_file)
+        except OSError:
+            pass                        # a full disk: it will be said, and the old file still finds the processes
+
+    def peers(self):
+        """{node: its state file} of the other nodes."""
+        files = [f for f in self.folder.glob("*.json") if f != self.own_file]
+        return {f.stem: json.loads(f.read_text()) for f in files}
+
+    def begin(self):
+        """Take over what an Aegis before us left: watch a group that lives, end one that lost its launcher."""
+        old = json.loads(self.own_file.read_text()) if self.own_file.exists() else {}
+        if old.get("state") == "excluded":
+            raise ValueError(f"node {self.cfg.node} was excluded from {self.run}: once it is mended, remove "
+                             f"{self.own_file}")
+        if old and (found := process(old["pid"])) and found[1] == old["born"]:
+            self.pid, self.born, self.offset = old["pid"], old["born"], old["offset"]
+            self.fresh()
+            self.event("adopted", evidence=f"process {self.pid}, started by an Aegis that is gone",
+                       **{"class": "transient", "action": "watch it"})
+        else:
+            if orphans := self.end():
+                self.event("orphans", evidence=f"{orphans} processes without a launcher",
+                           **{"class": "transient", "action": "ended"})
+            self.launch()
+
+    def fresh(self):
+        """Forget what is known of the ranks that were."""
+        self.tail, self.said, self.told, self.beats = Tail(self.output, self.offset), deque(maxlen=500), set(), {}
+        self.launched, self.dying = time.monotonic(), None
+        self.newest_at_start = self.newest()
+        for key in [key for key in self.history if key[0] == "own"]:
+            del self.history[key]
+
+    def launch(self):
+        for file in self.beats_folder.iterdir():
+            file.unlink()
+        env = {**os.environ, "AEGIS_HEARTBEAT": str(self.beats_folder), "PYTHONUNBUFFERED": "1",
+               "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}       # else a new group meets a dead one's addresses
+        with open(self.output, "ab") as output:     # a file, no pipe: the run must outlive us
+            self.offset = output.tell()
+            self.process = subprocess.Popen(self.command, env=env, start_new_session=True, stdin=subprocess.DEVNULL,
+                                            stdout=output, stderr=subprocess.STDOUT)
+        self.pid = self.process.pid
+        self.born = (process(self.pid) or ("", "gone"))[1]
+        self.fresh()
+        self.save_state("running")
+        self.event("launch", evidence=" ".join(self.command), pid=self.pid)
+
+    def end(self):
+        """Kill every process of the group that is left, and wait until it is gone. Returns how many there were."""
+        first = members = family(self.beats_folder)
+        while members:
+            for pid in members:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            time.sleep(0.02)
+            members = family(self.beats_folder)
+        if self.process:
+            self.process.wait()
+        return len(first)
+
+    def newest(self):
+        """The highest step of a whole checkpoint, -1 without one: the measure of progress."""
+        return max((int(f.parent.name[5:13]) for f in self.run.glob("checkpoints/step_*/COMPLETE")), default=-1)
+
+    # ----- seeing
+    def listen(self):
+        """Output and kernel log since the last look: shown, kept for an autopsy, and searched for what does not
+        end a run. Returns the faults that may be acted on while the run lives."""
+        lines, kernel = self.tail.lines(), self.kernel.lines()
+        for line in lines:
+            print(line, flush=True)
+        ours = {str(beat["pid"]) for beat in self.beats.values()}
+        kernel = [k for k in kernel if not (m := re.search(r"Killed process (\d+)", k)) or m[1] in ours]
+        self.said += lines + kernel
+        found = [recognise([line], REMARKS) for line in lines]
+        found += [fault for line in kernel if (fault := recognise([line], LINES)) and fault.kind == "node"]
+        new = {fault.what: fault for fault in found if fault and fault.what not in self.told}
+        self.told |= set(new)
+        return [replace(fault, broken=False) for fault in new.values()]
+
+    def read_beats(self):
+        for file in self.beats_folder.iterdir():
+            try:
+                beat, old = json.loads(file.read_bytes()), self.beats.get(int(file.name))
+            except ValueError:              # not written yet, or just now
+                continue
+            rank = int(file.name)
+            for kind, seconds in beat["took"].items():
+                if old is None or old["took"].get(kind) != seconds:
+                    self.history[(kind, rank) if kind == "own" else kind].append(seconds)
+            if self.recovering and beat["what"] == "step":
+                self.event("recovered", step=beat["step"], seconds=round(time.monotonic() - self.recovering, 2))
+                self.recovering = None
+            self.beats[rank] = beat
+
+    def limit(self, what):
+        """Seconds of silence, by what the rank last said it was at, that make a hang."""
+        past = self.history[what]
+        if what == "step" and len(past) >= 5:
+            return HANG_STEPS * statistics.median(past) + HANG
+        return 10 + 5 * max(past) if what in ("evaluate", "save", "sample") and past else SLOW
+
+    def hang(self, now):
+        """Silence past the limit. The rank to blame is stopped, or was the first to fall silent."""
+        at = {rank: beat for rank, beat in self.beats.items() if beat["what"] != "end"}
+        silent = [rank for rank, beat in at.items() if now - beat["time"] > self.limit(beat["what"])]
+        if not self.beats and now - self.launched > SLOW and not self.spare():
+            return Fault("no start", "transient", f"no rank in {SLOW:.0f} s", since=self.launched)
+        if silent:
+            state = lambda rank: (process(at[rank]["pid"]) or "?")[0]
+            blame = min(silent, key=lambda rank: (state(rank) != "T", at[rank]["time"]))
+            seen = ", ".join(f"rank {rank} at {beat['what']} {beat['step']} ({state(rank)}) for "
+                             f"{now - beat['time']:.2f} s" for rank, beat in sorted(at.items()))
+            return Fault("hang", "transient", seen, rank=blame, since=at[blame]["time"])
+
+    def spare(self):
+        return any(peer["state"] == "running" for peer in self.peers().values())
+
+    def straggler(self):
+        """A rank whose own work takes several times the others' (or the other nodes' usual), told once."""
+        own = {rank: statistics.median(past) for rank in self.beats
+               if len(past := self.history["own", rank]) >= STRAGGLE_STEPS}
+        for rank, seconds in own.items():
+            others = [s for r, s in own.items() if r != rank] or [p["pace"] for p in self.peers().values() if p["pace"]]
+            usual = statistics.median(others) if others else seconds
+            if seconds < usual * STRAGGLE / 2:
+                self.told.discard(f"straggler {rank}")
+            elif seconds > usual * STRAGGLE and f"straggler {rank}" not in self.told:
+                self.told.add(f"straggler {rank}")
+                return Fault("straggler", "node", f"{1e3 * seconds:.1f} ms of own work a step, the others "
+                             f"{1e3 * usual:.1f}", rank=rank, broken=False)
+
+    def machine(self, now):
+        """Faults of memory, disk, network cards and GPUs since the last probe. The smi tool takes its time, so it
+        is started at one probe and read when it has ended."""
+        faults = []
+        if now >= self.next_probe:
+            self.next_probe = now + self.cfg.probe_every
+            self.save_state("running")
+            faults += [self.low("memory pressure", memory_left() < MEMORY, f"{memory_left():.1%} left"),
+                       self.low("disk nearly full", *self.disk())]
+            faults += [self.rise("nic errors", card, n, RISE) for card, n in nic_errors(self.cfg.sys_root).items()]
+            if self.smi:
+                self.smi.kill()
+            command = smi_command()
+            self.smi = command and subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                                    text=True)
+        if self.smi and self.smi.poll() is not None:
+            (soft, hard, heat), self.smi = read_smi(self.smi.communicate()[0]), None
+            faults += [self.rise("ecc errors", "correctable", soft, RISE), self.rise("ecc errors", "uncorrectable", hard, 1),
+                       self.low("gpu hot", heat > HOT, f"{heat:.0f} C")]
+        return [fault for fault in faults if fault]
+
+    def disk(self):
+        """Whether the next checkpoint may not fit, and how much is left."""
+        folders = sorted(self.run.glob("checkpoints/step_*[0-9]"))
+        need = 2 * max((sum(f.stat().st_size for f in folder.glob("*")) for folder in folders[-1:]), default=0)
+        free = shutil.disk_usage(self.run).free
+        return free < need, f"{free / 1e6:.0f} MB left, a checkpoint and room for it are {need / 1e6:.0f} MB"
+
+    def low(self, what, bad, evidence):
+        """A warning, once until it is better."""
+        if not bad:
+            self.told.discard(what)
+        elif what not in self.told:
+            self.told.add(what)
+            return Fault(what, "warning", evidence, broken=False)
+
+    def rise(self, what, counter, count, least):
+        """A counter that rose by `least` since it was last told."""
+        before = self.counters.setdefault((what, counter), count)
+        if count - before >= least:
+            self.counters[what, counter] = count
+            return Fault(what, "node", f"{counter}: {before} to {count}", "the node needs service", broken=False)
+
+    def look(self):
+        """All that is wrong now: faults, the first broken one ends the list. None: the run is over, and well."""
+        now = time.monotonic()
+        faults = self.listen()
+        self.read_beats()
+        if self.process:
+            over, code = self.process.poll() is not None, self.process.returncode
+        else:
+            over, code = (process(self.pid) or (0, 0))[1] != self.born, None
+        gone = [r for r, beat in self.beats.items() if beat["what"] != "end" and not process(beat["pid"])]
+        if (over or gone) and self.dying is None:
+            self.dying = now
+        if over or (self.dying and now - self.dying > GRACE):
+            faults += self.listen()         # the last words
+            if code == 0 or (code is None and self.finished()):
+                return None
+            return faults + [self.autopsy(code, gone)]
+        if self.dying is None and (fault := self.hang(now)):
+            return faults + [fault]
+        return faults + [fault for fault in [self.straggler()] if fault] + self.machine(now)
+
+    def finished(self):
+        said = [e["what"] for e in read_events(self.run) if e["what"] in ("start", "done", "stopped")]
+        return bool(said) and said[-1] != "start"
+
+    def autopsy(self, code, gone):
+        """Why the group ended: what it said, then exit codes, then what survivors said. code: the launcher's, None
+        where it still lives or was no child of ours. gone: ranks whose process is not there any more."""
+        codes = [int(c) for line in self.said for c in re.findall(r"exitcode\s*: (-?\d+)", line)]
+        launcher = self.pid not in [beat["pid"] for beat in self.beats.values()]
+        codes += [code] * (code is not None and not launcher)
+        facts = dict(since=self.dying, rank=gone[0] if len(gone) == 1 else None)
+        words = [line for line in self.said if re.match(r"(\S*\] ?:?)?\S+\.py: |.*GaveUp: ", line)]
+        if fault := recognise(self.said, LINES):
+            return replace(fault, **facts)
+        for status, what, advice in ((2, "bad configuration", "mend the command"),
+                                     (GAVE_UP, "gave up", "look at the data and at --lr")):
+            if status in codes or code == status:
+                return Fault(what, "fatal", (words or [f"exit status {status}"])[-1][:300], advice, **facts)
+        if code is not None and code < 0 and launcher:
+            return Fault("launcher killed", "transient", f"signal {-code}", **facts)
+        if any(c < 0 for c in codes):
+            killed = codes.count(-signal.SIGKILL)
+            what = "rank crashed" if not killed else "rank killed" if killed < len(self.beats) or killed == 1 else (
+                "all ranks killed")
+            return Fault(what, "transient", f"exit codes {codes} of {len(self.beats)} ranks", **facts)
+        return (replace(fault, **facts) if (fault := recognise(self.said, SYMPTOMS)) else
+                Fault("unexplained end", "transient", f"exit status {code}; {list(self.said)[-1:]}", **facts))
+
+    # ----- acting
+    def watch(self):
+        """Until the run is over, or Aegis has to stop it. Returns the exit status."""
+        self.begin()
+        stopping = False
+        while True:
+            time.sleep(POLL)
+            if self.asked and not stopping:         # the ranks save and leave, torchrun then ends by itself
+                stopping = True
+                for pid in [b["pid"] for b in self.beats.values() if process(b["pid"])] or [self.pid]:
+                    os.kill(pid, signal.SIGTERM)
+            faults = self.look()
+            if faults is None or (stopping and any(fault.broken for fault in faults)):
+                self.end()
+                self.save_state("over")
+                self.event("over", evidence="asked to stop" if stopping else "the command ended well")
+                return 0
+            for fault in faults:
+                if (status := self.act(fault)) is not None:
+                    return status
+
+    def act(self, fault):
+        """What the fault's class asks for. Returns an exit status, None to go on."""
+        wait, stop = 0, False
+        if fault.kind == "node" and self.others_suffice():
+            action = "end this node's part, leave the run to the others"
+        elif not fault.broken:
+            action = "told"
+        else:
+            self.restarts = 1 if self.newest() > self.newest_at_start else self.restarts + 1
+            wait = min(MAX_BACKOFF, self.cfg.backoff * 2 ** (self.restarts - 1))
+            elsewhere = [node for node, peer in self.peers().items() if peer["state"] == "fatal"]
+            stop = fault.kind == "fatal" or self.restarts > MAX_RESTARTS or bool(elsewhere)
+            action = "stop" if stop else f"end the group, restart {self.restarts} after {wait:g} s"
+        now = time.monotonic()
+        self.event("fault", fault=fault.what, rank=fault.rank, evidence=fault.evidence, action=action,
+                   advice=fault.advice, silent=fault.since and round(now - fault.since, 3), **{"class": fault.kind})
+        if action == "told":
+            return None
+        self.end()
+        if stop or not fault.broken or wait == 0:
+            return self.leave(fault, stop)
+        while time.monotonic() < now + wait and not self.asked:
+            time.sleep(POLL)
+        if self.asked:
+            self.save_state("over")
+            return 0
+        self.launch()
+        self.recovering = now
+
+    def others_suffice(self):
+        """Whether the other nodes that run are at least the MIN of torchrun's --nnodes=MIN:MAX."""
+        least = re.search(r"--nnodes[= ](\d+):", " ".join(self.command))
+        alive = [p for p in self.peers().values() if p["state"] == "running"
+                 and time.time() - p["time"] < 3 * self.cfg.probe_every + 5]
+        return least is not None and len(alive) >= int(least[1])
+
+    def leave(self, fault, stop):
+        self.save_state("fatal" if stop else "excluded")
+        if not stop:
+            return EXCLUDED
+        tried = f"\n        {self.restarts - 1} restarts brought no new checkpoint" if fault.kind != "fatal" else ""
+        print(f"aegis   stopped: {fault.what}: {fault.evidence}{tried}\n        to do: {fault.advice or 'see above'}; "
+              f"the last whole checkpoint is of step {self.newest()}", flush=True)
+        return {"bad configuration": 2, "gave up": GAVE_UP}.get(fault.what, 1)
+
+
+# -------------------------------------------------------------------------------- command line
+
+def main(argv):
+    if argv[:1] == ["run"]:
+        own, command = (argv[1:argv.index("--")], argv[argv.index("--") + 1:]) if "--" in argv else (argv[1:], [])
+        cfg, = config.parse("aegis.py run", WatchConfig.__doc__, own, WatchConfig)
+        return Watcher(cfg, command).watch()
+
+
+if __name__ == "__main__":
+    config.run(main)
