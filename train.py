@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+import aegis
 import checkpoint
 import config as command_line
 import data
@@ -43,9 +44,6 @@ from recipe import PUBLISHED_RANKS, TrainConfig, micro_steps, plan, print_plan
 from router import Balancer, balance_health
 from sample import generate
 from speaker import newest_run
-
-
-MAX_BAD_STEPS = 10
 
 
 # -------------------------------------------------------------------------------- the parts of a run
@@ -205,14 +203,15 @@ class Log:
     0 writes."""
 
     def __init__(self, out, rank, header, step=0):
-        """header: one JSON comment that says what made the log. step: rows past it are dropped, they will be
-        made again."""
-        self.out, self.rank, self.table = out, rank, out / "log.csv"
-        if rank == 0:
-            lines = (
-                self.table.read_text().splitlines() if self.table.exists() else [f"# {json.dumps(header)}"]
-            )
-            kept = [line for line in lines if not line[:1].isdigit() or int(line.split(",")[0]) <= step]
+        """header: one JSON comment that says what made the log. step: see `rewind`."""
+        self.out, self.rank, self.header, self.table = out, rank, header, out / "log.csv"
+        self.rewind(step)
+
+    def rewind(self, step):
+        """Drops the rows past this step: they will be made again."""
+        if self.rank == 0:
+            old = self.table.read_text() if self.table.exists() else f"# {json.dumps(self.header)}"
+            kept = [row for row in old.splitlines() if not row[:1].isdigit() or int(row.split(",")[0]) <= step]
             self.table.write_text("\n".join(kept) + "\n")
             self.titled = len(kept) > 1
 
@@ -222,10 +221,8 @@ class Log:
 
     def event(self, what, **facts):
         if self.rank == 0:
-            with open(self.out / "events.jsonl", "a") as file:
-                file.write(
-                    json.dumps({"time": round(time.time(), 3), "rank": 0, "what": what, **facts}) + "\n"
-                )
+            record = {"time": round(time.time(), 3), "rank": 0, "what": what, **facts}
+            aegis.append(self.out / "events.jsonl", record)
 
     def row(self, row):
         if self.rank == 0:
@@ -264,6 +261,8 @@ class Run:
 
     def __init__(self, cfg, rank, world, local_rank):
         self.cfg, self.rank, self.world = cfg, rank, world
+        self.heart = aegis.Heartbeat(rank)
+        self.heart.beat("start")
         self.phases = plan(cfg)
         self.steps = sum(steps for _, steps, _ in self.phases)
         for _, _, p in self.phases:
@@ -280,7 +279,8 @@ class Run:
         self.optimizers = optim.build(self.model, cfg.optimizer, 1.0, cfg.weight_decay, ns_steps=cfg.ns_steps)
         self.balancer = Balancer(self.model, cfg.balance_lr)
         self.checkpoints = checkpoint.Checkpointer(self.out / "checkpoints", cfg.keep)
-        self.progress, self.new_best = {"step": 0, "tokens": 0, "bad_steps": 0, "best_val": 1e9}, False
+        self.progress = {"step": 0, "tokens": 0, "shift": 0, "best_val": 1e9, "guard": aegis.new_memory()}
+        self.new_best, self.loads = False, aegis.Loads(cfg.model.num_experts)
         self.restore()
         if rank == 0:
             self.describe_itself()
@@ -338,29 +338,37 @@ class Run:
             )
         return state
 
-    def restore(self):
-        """With --resume auto: continue from the newest whole checkpoint, if there is one."""
-        path = [checkpoint.latest(self.out / "checkpoints") if self.cfg.resume and self.rank == 0 else None]
+    def newest(self):
+        """The newest whole checkpoint, the same on all ranks, or None."""
+        path = [checkpoint.latest(self.out / "checkpoints") if self.rank == 0 else None]
         if self.world > 1:
             dist.broadcast_object_list(path)
+        return path[0]
+
+    def restore(self):
+        """With --resume auto: continue from the newest whole checkpoint, if there is one."""
+        path = self.newest() if self.cfg.resume else None
         kept = self.cfg.resume and any((self.out / "checkpoints").glob("step_*[0-9]"))
         require(
-            path[0] or not kept,
+            path or not kept,
             f"{self.out}: every checkpoint is damaged, so there is nothing to go on from; "
             "start anew with another --out",
         )
-        if path[0]:
+        if path:
             saved = json.loads((self.out / "config.json").read_text())["tokenizer_file"]
             before = data.get_tokenizer(f"{saved}:{self.out / 'tokenizer.json'}")
             require(before.digest() == self.dataset.tokenizer.digest(),
                     "the text now gives another tokenizer than the run has: "
                     f"--tokenizer {saved}:{self.out}/tokenizer.json")
-            checkpoint.load(path[0], self.state())
+            checkpoint.load(path, self.state())
 
     def save(self):
-        """A checkpoint of now, marked best if the last validation was the lowest so far."""
+        """A checkpoint of now, marked best if the last validation was the lowest so far. Damaged weights are
+        never saved."""
+        if wrong := aegis.damage(self.model, self.world):
+            return self.tell("not_saved", wrong, "the checkpoints before stay")
         best, self.new_best = self.new_best, False
-        meta = {"config": dataclasses.asdict(self.cfg), **self.progress}
+        meta = {"config": dataclasses.asdict(self.cfg), **self.progress, "guard": None}
         self.checkpoints.save(self.progress["step"], self.state(), meta, best)
         self.log.event("save", step=self.progress["step"], best=best)
 
@@ -375,41 +383,85 @@ class Run:
         count, size = micro_steps(p, self.world, self.cfg.micro_tokens)
         total = torch.zeros((), device=self.device)
         for micro in range(count):
-            sample = (step - first) * (p.batch_tokens // p.seq_len) + (micro * self.world + self.rank) * size
+            batch = step - first + self.progress["shift"]       # going back steps past data
+            sample = batch * (p.batch_tokens // p.seq_len) + (micro * self.world + self.rank) * size
             x, y = data.windows(
                 self.streams[index], range(sample, sample + size), p.seq_len, self.cfg.seed + index
             )
             self.ddp.require_backward_grad_sync = micro == count - 1        # DDP reads it in the forward
             with self.autocast():
                 loss = self.ddp(x.to(self.device), y.to(self.device))[1] / count
+            if micro == count - 1:
+                self.heart.mark()       # in the last backward the ranks wait for each other
             loss.backward()
             total += loss.detach()
         return total
 
-    def update(self, step):
-        """Guard, clip, optimizers, balancing. Returns (learning rate, gradient norm, loads (blocks, C), or
-        None if skipped)."""
+    def update(self, step, loss):
+        """Guard, clip, optimizers, balancing. Returns (learning rate, loss over all ranks, gradient norm, loads
+        (blocks, C), or None if skipped)."""
         _, first, steps, p = self.phase(step)
         lr = optim.lr_at((step - first + 1) / steps, p.lr, p.lr_end, p.warmup)
-        # DDP has averaged the gradients, so a NaN on one rank is a NaN on all and every rank takes the same
-        # branch.
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.cfg.grad_clip, foreach=True
-        ).item()
-        good = math.isfinite(norm)
-        for optimizer in self.optimizers if good else ():
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip, foreach=True)
+        # DDP has averaged the gradients, so loss and norm are the same on all ranks, and so is what follows.
+        loss, norm = aegis.share_mean(loss, norm, self.world)
+        reason = aegis.judge(self.progress["guard"], step, loss, norm, step - first >= p.warmup * steps)
+        if reason:
+            self.tell("bad_step", reason, "skip", step=step + 1)
+        for optimizer in self.optimizers if not reason else ():
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
         peak = self.phases[0][2].lr
-        load = self.balancer.step(self.cfg.balance_lr * lr / peak) if good else self.balancer.discard()
+        load = self.balancer.discard() if reason else self.balancer.step(self.cfg.balance_lr * lr / peak)
         self.model.zero_grad()
-        return lr, norm, load
+        return lr, loss, norm, load
+
+    def tell(self, what, evidence, action, **facts):
+        """What the guard found and does about it: an event and a line on the screen."""
+        facts = {"step": self.progress["step"], **facts}
+        self.log.event(what, **facts, evidence=evidence, **{"class": "data"}, action=action)
+        self.log.say(f"guard   step {facts['step']}: {evidence}: {action}")
+
+    def trouble(self, load, inspect):
+        """(why to go back to a checkpoint, whether the data is to blame), or None. load: of this step. inspect:
+        look at the weights and at the experts' loads too."""
+        if load is not None:
+            self.loads.add(load)
+        bad = len(self.progress["guard"]["bad"])
+        # Without a checkpoint going back means giving up: that takes longer.
+        if bad >= aegis.TROUBLE and (bad >= aegis.RECENT or self.newest()):
+            return f"{bad} bad steps of {aegis.RECENT}", True
+        if inspect and (wrong := aegis.damage(self.model, self.world)):
+            return wrong, False
+        found, collapsed = self.loads.look() if inspect else ([], None)
+        for what, evidence in found:
+            self.tell(what, evidence, "told")
+        return (collapsed, True) if collapsed else None
+
+    def roll_back(self, reason, past_data):
+        """To the newest whole checkpoint; with past_data also past all data read since. Raises GaveUp."""
+        self.checkpoints.wait()
+        here, shift, guard, path = *(self.progress[k] for k in ("step", "shift", "guard")), self.newest()
+        if path is None or guard["roll_backs"] >= aegis.MAX_ROLL_BACKS:
+            why = "going back did not help" if path else "there is no checkpoint to go back to"
+            self.tell("gave_up", reason, why)
+            raise aegis.GaveUp(f"{reason} at step {here}, and {why}: lower --lr, or look at the data; the "
+                               f"checkpoints in {self.out} are from before")
+        counts = {"roll_backs": guard["roll_backs"] + 1, "furthest": max(guard["furthest"], here), "bad": []}
+        checkpoint.load(path, self.state())
+        self.progress["guard"].update(counts)
+        self.progress["shift"] = shift + (here - self.progress["step"]) * past_data
+        self.loads = aegis.Loads(self.cfg.model.num_experts)
+        self.log.rewind(self.progress["step"])
+        self.tell("roll_back", reason, f"back from step {here}" + ", past the data since" * past_data)
 
     def enter_phase(self, step, announce):
         """The phase of `step`; at its first step, or when the run starts inside it, RoPE is set and the log
         says so."""
         _, first, steps, p = self.phase(step)
+        if step == first:
+            self.progress["guard"].update(loss=[], norm=[])     # another context has another loss
         if step == first or announce:
             self.model.config.rope_theta = p.rope_theta
             self.log.event("phase", step=step, name=p.name, seq_len=p.seq_len, rope_theta=p.rope_theta)
@@ -418,23 +470,8 @@ class Run:
             )
         return p
 
-    def count_bad(self, norm, bad):
-        """A step whose gradients are not finite changes nothing; too many in a row end the run."""
-        self.progress["bad_steps"] = self.progress["bad_steps"] + 1 if bad else 0
-        if bad:
-            self.log.event("bad_step", step=self.progress["step"], grad_norm=str(norm))
-            self.log.say(f"step {self.progress['step']} skipped: its gradient norm is {norm}")
-        if self.progress["bad_steps"] >= MAX_BAD_STEPS:
-            raise RuntimeError(
-                f"{MAX_BAD_STEPS} steps in a row had gradients that are not finite: lower --lr, or look "
-                f"at the data; the checkpoints in {self.out} are from before"
-            )
-
     def report(self, p, lr, loss, norm, load, val, seconds):
         """One line on the screen and the same row in log.csv."""
-        if self.world > 1:
-            dist.all_reduce(loss, op=dist.ReduceOp.SUM)
-        loss = loss.item() / self.world
         rate = p.batch_tokens / seconds
         load = torch.zeros(1, self.cfg.model.num_classes) if load is None else load.cpu()
         health = balance_health(load, self.cfg.model.num_experts)
@@ -470,6 +507,7 @@ class Run:
         """The last checkpoint, a sample (not after a stop), the result. loss None: there was nothing left to
         do."""
         val = None if stopped else val          # a stop may fall on a step that was validated
+        self.heart.beat("save")
         if loss is not None:
             self.save()
             self.checkpoints.wait()
@@ -482,12 +520,13 @@ class Run:
                 f"stopped at step {step}; go on with: python train.py --resume auto --out {self.out}"
             )
         else:
+            self.heart.beat("sample")
             self.sample()
             self.log.say(f"done    {step} steps, {tokens:,} tokens, validation {val:.4f} nats a token, "
                          f"{self.bits_per_byte(val):.4f} bits a byte")
         return {
             "step": step,
-            "train_loss": None if loss is None else loss.item(),
+            "train_loss": loss,
             "val_loss": val,
             "tokens": tokens,
             "out": str(self.out),
@@ -549,7 +588,7 @@ def train(cfg):
     """One run, start to end. cfg: TrainConfig. Returns dict(step, train_loss, val_loss (nats a token),
     tokens, out).
 
-    Raises ValueError for a configuration or data that cannot be trained; RuntimeError when steps keep going
+    Raises ValueError for a configuration or data that cannot be trained; aegis.GaveUp when steps keep going
     bad.
     """
     rank, world, local_rank = (int(os.environ.get(name, default)) for name, default in
@@ -572,8 +611,8 @@ def train(cfg):
 def loop(run):
     """accumulate, guard, clip, optimizers, balancing - evaluate, log, save, sample, stop? - until the plan is
     done."""
-    cfg, progress = run.cfg, run.progress
-    stop, loss, val = Stop(run.world), None, None
+    cfg, progress, beat = run.cfg, run.progress, run.heart.beat
+    stop, loss, val, entered = Stop(run.world), None, None, None
     run.log.event("start", step=progress["step"], steps=run.steps, world=run.world)
     bar = tqdm(
         total=run.steps,
@@ -584,29 +623,42 @@ def loop(run):
     due = lambda every: bool(every) and progress["step"] % every == 0
     try:
         while progress["step"] < run.steps and not stop.agreed(run.device):
+            phase = run.enter_phase(progress["step"], announce=entered is None)
+            if entered is None or phase is not entered[0]:
+                entered = phase, progress["step"]
+            # the first steps of a phase compile; a watcher shall wait for them
+            beat("compile" if progress["step"] < entered[1] + 3 else "step", progress["step"])
             started = time.perf_counter()
-            phase = run.enter_phase(progress["step"], announce=loss is None)
             loss = run.gradients(progress["step"])
-            lr, norm, load = run.update(progress["step"])
+            lr, loss, norm, load = run.update(progress["step"], loss)
             progress.update(step=progress["step"] + 1, tokens=progress["tokens"] + phase.batch_tokens)
             seconds = time.perf_counter() - started
-            run.count_bad(norm, load is None)
             last = progress["step"] == run.steps
+            if wrong := run.trouble(load, last or due(cfg.save_every) or due(aegis.CHECK_EVERY)):
+                beat("save", progress["step"])
+                run.roll_back(*wrong)
+                entered = None
+                continue
             if last or due(cfg.eval_every):
+                beat("evaluate", progress["step"])
                 val = run.evaluate(cfg.eval_tokens * (4 if last else 1))
             else:
                 val = None
             if due(cfg.log_every) or val is not None:
                 run.report(phase, lr, loss, norm, load, val, seconds)
-            if due(cfg.save_every) and not last:
+            if due(cfg.save_every) and not last and load is not None:
+                beat("save", progress["step"])
                 run.save()
             if due(cfg.sample_every) and not last:
+                beat("sample", progress["step"])
                 run.sample()
-            bar.update()
+            bar.update(progress["step"] - bar.n)
     finally:
         bar.close()
         stop.restore()
-    return run.finish(loss, val, progress["step"] < run.steps)
+    result = run.finish(loss, val, progress["step"] < run.steps)
+    beat("end")
+    return result
 
 
 def main(argv):
@@ -628,7 +680,11 @@ def main(argv):
         return print_plan(
             cfg, plan(cfg), int(os.environ.get("WORLD_SIZE", PUBLISHED_RANKS if cfg.recipe == "zaya1" else 1))
         )
-    result = train(cfg)
+    try:
+        result = train(cfg)
+    except aegis.GaveUp as error:
+        print(f"train.py: GaveUp: {error}", file=sys.stderr)
+        sys.exit(aegis.GAVE_UP)
     if int(os.environ.get("RANK", 0)) == 0:
         print(f"next: python sample.py --run {result['out']} --prompt 'class '")
 
