@@ -22,6 +22,7 @@ import torch
 
 import checkpoint
 import pretrained
+from layouts import read_json
 from model import ZAYA, ZAYAConfig, require
 from tokenizer import get_tokenizer
 
@@ -111,7 +112,7 @@ def open_run(folder, dtype, device):
 def open_weights(folder, dtype, device):
     """Speaker of a folder with official weights and their tokenizer.json."""
     folder = Path(folder)
-    theirs = pretrained.read_json(folder)
+    theirs = read_json(folder)
     tokenizer = get_tokenizer(f"gemma:{folder / 'tokenizer.json'}")
     model = pretrained.load(folder, dtype, device)
     files = [folder / "chat_template.jinja", folder / "tokenizer_config.json"]     # read as text, never run

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 import decode  # noqa: E402
+import layouts  # noqa: E402
 import pretrained  # noqa: E402
 from chat import Meter, peak_memory  # noqa: E402
 from model import ZAYA, ZAYAConfig  # noqa: E402
@@ -45,9 +46,9 @@ def write(folder, blocks):
         return values[:t.numel()].view(t.shape)
 
     state = model.state_dict()
-    names = pretrained.tensor_map(model.config, "transformers")
+    names = layouts.tensor_map(model.config, "transformers")
     tensors = {theirs: state[ours] for theirs, (ours, _) in names.items()}
-    theirs = pretrained.write_config(model.config, "transformers", "bfloat16")
+    theirs = layouts.write_config(model.config, "transformers", "bfloat16")
     pretrained.write_folder(folder, tensors, theirs, 1_000_000_000, ready)
 
 
