@@ -3,8 +3,13 @@
     python plot.py runs/001                     writes runs/001/plot.png
     python plot.py runs/001 runs/002 --out both.svg
 
-Panels: loss against tokens; how even the experts are (busiest over mean, entropy); learning rate with the
-phases; and, for one run, where each block's tokens went over time. Needs matplotlib.
+Panels: loss against tokens and against time; the schedule, with the phases; how even the experts are (busiest
+expert over the mean in the worst block; entropy of the shares over log E, mean of the blocks); step time. One run
+alone also gets what differs by block: where its tokens went, the RMS of the residual stream, and residual scaling's
+mean factors. Time is that of the training steps; validation and saving are not in it.
+
+Runs and blocks differ by line style and marker as well as by colour, so a picture works printed in grey; it brings
+its white background along, so it works on a dark page. Needs matplotlib.
 """
 
 import argparse
@@ -17,7 +22,8 @@ import numpy as np
 import config
 from model import require
 
-STYLES = ("-", "--", ":", "-.")     # runs differ by line style too, so that the picture works without colour
+STYLES, MARKERS = ("-", "--", ":", "-."), "os^Dv<>P"
+TEXT = ("phase", "mfu", "load", "residual_rms", "residual_scale", "hidden_states_scale")
 
 
 def read(run):
@@ -29,83 +35,81 @@ def read(run):
     rows = list(csv.DictReader(lines))
     require(rows, f"{file} has no row yet")
     number = lambda text: float(text) if text else float("nan")
-    text_columns = ("phase", "mfu", "load")
-    return json.loads(comment[2:]), {
-        k: [r[k] if k in text_columns else number(r[k]) for r in rows] for k in rows[0]
-    }
+    return json.loads(comment[2:]), {k: [r[k] if k in TEXT else number(r[k]) for r in rows] for k in rows[0]}
+
+
+def by_block(cells):
+    """Cells such as "1 2|3 4" as an array (steps, blocks, 2); None where the run does not have them."""
+    if not cells[0]:
+        return None
+    return np.array([[[float(n) for n in block.split()] for block in cell.split("|")] for cell in cells])
 
 
 def loads(columns):
     """Share of each block's tokens by class: (steps, blocks, classes)."""
-    counts = np.array(
-        [[[int(n) for n in block.split()] for block in cell.split("|")] for cell in columns["load"]],
-        dtype=float,
-    )
+    counts = by_block(columns["load"])
     return counts / counts.sum(-1, keepdims=True).clip(1)
 
 
-def draw_curves(axes, name, columns, style):
-    loss, even, rate = axes
-    millions = np.array(columns["tokens"]) / 1e6
-    val = np.array(columns["val_bits_per_byte"])
+def minutes(columns):
+    """Training time at each row: the step time of a row stands for all steps since the row before."""
+    steps = np.diff(columns["step"], prepend=0)
+    return np.cumsum(steps * np.array(columns["step_ms"])) / 60e3
+
+
+def draw_loss(axis, x, columns, name, style, marker):
+    """Training loss thin, validation loss with markers, in bits a byte (nats a token before any validation)."""
+    val, train = np.array(columns["val_bits_per_byte"]), np.array(columns["train_loss"])
     seen = ~np.isnan(val)
-    per_nat = (val / np.array(columns["val_loss"]))[seen]
-    if len(per_nat):
-        loss.plot(
-            millions,
-            np.array(columns["train_loss"]) * per_nat[0],
-            style,
-            color="tab:gray",
-            linewidth=0.8,
-            label=f"{name}, training",
-        )
-    loss.plot(
-        millions[seen],
-        val[seen],
-        style,
-        color="tab:blue",
-        marker="o",
-        markersize=3,
-        label=f"{name}, validation",
-    )
-    even.plot(
-        millions, columns["load_max"], style, color="tab:red", label=f"{name}, busiest expert over the mean"
-    )
-    even.plot(
-        millions,
-        columns["load_entropy"],
-        style,
-        color="tab:green",
-        label=f"{name}, entropy of the shares (1 is even)",
-    )
-    rate.plot(millions, columns["lr"], style, color="tab:blue", label=name)
-    phases = columns["phase"]
-    for i in range(1, len(phases)):
-        if phases[i] != phases[i - 1]:
-            for axis in axes:
-                axis.axvline(millions[i - 1], color="tab:gray", linewidth=0.6, linestyle=":")
+    scale = (val / np.array(columns["val_loss"]))[seen][0] if seen.any() else 1.0
+    axis.plot(x, train * scale, style, color="tab:gray", linewidth=0.9, label=f"{name}, training")
+    axis.plot(x[seen], val[seen], style, marker=marker, markersize=4, label=f"{name}, validation")
+    axis.set(ylabel="bits a byte" if seen.any() else "nats a token")
+
+
+def draw_run(panels, name, columns, style, marker):
+    """One run's curves in the panels that runs share."""
+    millions, time = np.array(columns["tokens"]) / 1e6, minutes(columns)
+    draw_loss(panels["loss"], millions, columns, name, style, marker)
+    draw_loss(panels["time"], time, columns, name, style, marker)
+    curves = {"rate": "lr", "max": "load_max", "entropy": "load_entropy", "step": "step_ms"}
+    for panel, column in curves.items():
+        panels[panel].plot(millions, columns[column], style, label=name)
+    starts = [0] + [i for i in range(1, len(millions)) if columns["phase"][i] != columns["phase"][i - 1]]
+    for i in starts:
+        x = millions[i - 1] if i else 0.0
+        panels["rate"].axvline(x, color="tab:gray", linewidth=0.8, linestyle=":")
+        panels["rate"].annotate(columns["phase"][i], (x, 0), xytext=(3, 3), textcoords="offset points", fontsize=8,
+                                rotation=90)
 
 
 def draw_loads(axis, figure, columns):
-    """Heat map: a row for each expert of each block, time to the right."""
+    """Heat map: a row for each class of each block, time to the right."""
     share = loads(columns)
     steps, blocks, classes = share.shape
-    image = axis.imshow(
-        share.reshape(steps, -1).T * (classes - 1),
-        aspect="auto",
-        cmap="viridis",
-        vmin=0,
-        vmax=3,
-        interpolation="nearest",
-        extent=(0, columns["tokens"][-1] / 1e6, blocks * classes, 0),
-    )
+    image = axis.imshow(share.reshape(steps, -1).T * (classes - 1), aspect="auto", cmap="cividis", vmin=0, vmax=3,
+                        interpolation="nearest", extent=(0, columns["tokens"][-1] / 1e6, blocks * classes, 0))
     for b in range(1, blocks):
-        axis.axhline(b * classes, color="white", linewidth=1)
+        axis.axhline(b * classes, color="white", linewidth=1.5)
     axis.set_yticks([(b + 0.5) * classes for b in range(blocks)], [f"block {b}" for b in range(blocks)])
-    axis.set(
-        xlabel="tokens (millions)", title="load of every class (the skip class last), over an even share"
-    )
-    figure.colorbar(image, ax=axis)
+    figure.colorbar(image, ax=axis, label="over an even share")
+
+
+def draw_blocks(axis, columns, wanted):
+    """One curve a block and column; wanted: {column: (what to call it, line style)}. Blocks differ by marker."""
+    millions = np.array(columns["tokens"]) / 1e6
+    for column, (what, style) in wanted.items():
+        values = by_block(columns.get(column, [""]))
+        for b in range(0 if values is None else values.shape[1]):
+            axis.plot(millions, values[:, b].mean(-1), style, color=f"C{b % 10}", marker=MARKERS[b % len(MARKERS)],
+                      markevery=max(1, len(millions) // 8), markersize=4, label=f"block {b}{what}")
+
+
+TITLES = {
+    "loss": "loss against tokens", "time": "loss against time", "rate": "learning rate and phases",
+    "max": "busiest expert over the mean, worst block", "entropy": "entropy of the experts' shares (1 is even)",
+    "step": "step time", "heat": "load of every class (skip class last)", "rms": "RMS of the residual stream",
+    "scale": "residual scaling, mean factors"}
 
 
 def draw(runs, out):
@@ -116,24 +120,34 @@ def draw(runs, out):
         raise ValueError("pictures need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    read_runs = {Path(run).name: read(run)[1] for run in runs}
-    figure, axes = plt.subplots(2, 2, figsize=(12, 7.5), layout="constrained", facecolor="white")
-    loss, even, rate, heat = axes.flat
-    for (name, columns), style in zip(read_runs.items(), STYLES * len(runs)):
-        draw_curves((loss, even, rate), name, columns, style)
-    loss.set(ylabel="bits a byte", title="loss")
-    even.set(title="balance of the experts, worst block", yscale="log")
-    rate.set(ylabel="learning rate", title="schedule; dotted lines part the phases")
-    for axis in (loss, even, rate):
-        axis.set_xlabel("tokens (millions)")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    if len(read_runs) == 1:
-        draw_loads(heat, figure, next(iter(read_runs.values())))
-    else:
-        heat.axis("off")
+    read_runs = [(Path(run).name, read(run)[1]) for run in runs]
+    names = list(TITLES) if len(runs) == 1 else list(TITLES)[:6]
+    figure, axes = plt.subplots(len(names) // 3, 3, figsize=(14, 3.6 * len(names) // 3), layout="constrained",
+                                facecolor="white")
+    panels = dict(zip(names, axes.flat))
+    for i, (name, columns) in enumerate(read_runs):
+        draw_run(panels, name, columns, STYLES[i % len(STYLES)], MARKERS[i % len(MARKERS)])
+    if len(runs) == 1:
+        columns = read_runs[0][1]
+        draw_loads(panels["heat"], figure, columns)
+        draw_blocks(panels["rms"], columns, {"residual_rms": ("", "-")})
+        draw_blocks(panels["scale"], columns, {"residual_scale": (", stream", "-"),
+                                               "hidden_states_scale": (", sublayer", ":")})
+    finish(panels)
     figure.savefig(out, dpi=110)
     plt.close(figure)
+
+
+def finish(panels):
+    """Titles, units, grids and legends."""
+    for name, axis in panels.items():
+        axis.set_title(TITLES[name], fontsize=11)
+        axis.set_xlabel("minutes of training steps" if name == "time" else "tokens (millions)")
+        if name != "heat":
+            axis.grid(alpha=0.3)
+            axis.legend(fontsize=7, ncols=2 if name == "scale" else 1) if axis.get_legend_handles_labels()[1] else None
+    panels["max"].set_yscale("log")
+    panels["step"].set(ylabel="ms", ylim=(0, None))
 
 
 def main(argv):

@@ -174,6 +174,28 @@ def evaluate(model, tokens, seq_len, limit, rank, world, autocast):
     return (total[0] / total[1]).item()
 
 
+@torch.no_grad()
+def residual_rms(model, tokens):
+    """Root mean square of the residual stream behind each block, for tokens (1, T): a list of floats."""
+    seen = []
+    hooks = [b.register_forward_hook(lambda block, given, out: seen.append(out[0].square().mean().sqrt()))
+             for b in model.blocks]
+    try:
+        model.hidden(tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [rms.item() for rms in seen]
+
+
+def mean_scales(model, name):
+    """Mean of each block's two vectors `name` of residual scaling (attention's, MoE's), as text by block."""
+    if not model.config.residual_scaling:
+        return ""
+    pairs = [(b.post_attention_residual_scale, b.post_mlp_residual_scale) for b in model.blocks]
+    return "|".join(" ".join(f"{getattr(s, name).mean():.4f}" for s in pair) for pair in pairs)
+
+
 class Stop:
     """SIGTERM and Ctrl-C set a flag; the loop asks for it once a step, and the ranks agree."""
 
@@ -470,6 +492,12 @@ class Run:
             )
         return p
 
+    def residual(self, p):
+        """RMS of the residual stream by block, over the first row of the validation part, as text."""
+        row = torch.as_tensor(self.dataset.val[: p.seq_len].astype("int64"), device=self.device)[None]
+        with self.autocast():
+            return "|".join(f"{rms:.4g}" for rms in residual_rms(self.model, row))
+
     def report(self, p, lr, loss, norm, load, val, seconds):
         """One line on the screen and the same row in log.csv."""
         rate = p.batch_tokens / seconds
@@ -492,6 +520,9 @@ class Run:
             "skip_share": f"{health['skip'].mean():.4f}",
             # by block and class
             "load": "|".join(" ".join(map(str, counts)) for counts in load.int().tolist()),
+            "residual_rms": self.residual(p),
+            "residual_scale": mean_scales(self.model, "residual_scale"),
+            "hidden_states_scale": mean_scales(self.model, "hidden_states_scale"),
         }
         self.log.row(row)
         shown = f" val {val:.3f} ({self.bits_per_byte(val):.3f} bits/byte)" if val is not None else ""

@@ -48,29 +48,52 @@ def build(kind, dataset):
 
 
 def step(model, balancer, optimizers, batch, lr, peak):
-    """One optimizer step; returns the loss, a tensor."""
-    loss = model(*batch)[1]
-    loss.backward()
+    """One optimizer step; returns the loads of the experts (blocks, C), None of a dense model."""
+    model(*batch)[1].backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-    if balancer:
-        balancer.step(balancer.optimizer.defaults["lr"] * lr / peak)
-    return loss
+    return balancer.step(balancer.optimizer.defaults["lr"] * lr / peak) if balancer else None
 
 
-def train(kind, lr, tokens, dataset, optimizer="muon", seed=0):
-    """Train one model; returns its final validation loss in nats a token, over the whole validation part."""
-    model, balancer = build(kind, dataset)
-    optimizers, steps = optim.build(model, optimizer, lr), tokens // BATCH
+def fit(model, balancer, dataset, lr, tokens, batch=BATCH, optimizer="muon", seed=0):
+    """Train a model on `tokens` tokens, `batch` a step, with its own full schedule. Returns the loads of every
+    step."""
+    optimizers, steps, loads = optim.build(model, optimizer, lr), tokens // batch, []
     model.train()
     for i in range(steps):
-        batch = data.windows(dataset.train, range(i * BATCH // T, (i + 1) * BATCH // T), T, seed)
-        step(model, balancer, optimizers, batch, optim.lr_at((i + 1) / steps, lr, 0.05 * lr, 0.05), lr)
-    return evaluate(model, dataset.val, T, 10**9, 0, 1, torch.no_grad), model.num_parameters(active=True)
+        rows = data.windows(dataset.train, range(i * batch // T, (i + 1) * batch // T), T, seed)
+        rate = optim.lr_at((i + 1) / steps, lr, 0.05 * lr, 0.05)
+        loads.append(step(model, balancer, optimizers, rows, rate, lr))
+    return loads
+
+
+def validate(model, dataset, limit=10**9):
+    """Validation loss in nats a token, over up to `limit` tokens, spread over the whole part."""
+    return evaluate(model, dataset.val, T, limit, 0, 1, torch.no_grad)
+
+
+def train(kind, lr, tokens, dataset):
+    """Train one model; returns its final validation loss over the whole part, and its active parameters."""
+    model, balancer = build(kind, dataset)
+    fit(model, balancer, dataset, lr, tokens)
+    return validate(model, dataset), model.num_parameters(active=True)
+
+
+def times(steppers, dataset, batch=BATCH, rounds=12):
+    """{name: median milliseconds of a whole step} of {name: (model, balancer, optimizers)}, taking turns, so
+    that a noisy machine is noisy for all."""
+    taken = {name: [] for name in steppers}
+    for _ in range(rounds + 3):
+        rows = data.windows(dataset.train, range(batch // T), T, 0)
+        for name, parts in steppers.items():
+            start = time.perf_counter()
+            step(*parts, rows, 1e-3, 1e-3)
+            taken[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(t[3:]) for name, t in taken.items()}
 
 
 def load():
@@ -113,9 +136,8 @@ def run():
                 print(results["runs"][-1], flush=True)
 
 
-def measure(rounds=12):
-    """Median milliseconds of a whole step of each model, the models taking turns, so that a noisy machine is
-    noisy for all."""
+def measure():
+    """Milliseconds of a whole step of each model."""
     dataset, steppers = data.load("stdlib"), {}
     for kind in RATES:
         model, balancer = build(kind, dataset)
@@ -123,15 +145,8 @@ def measure(rounds=12):
             model.compile_blocks()
         model.train()
         steppers[kind] = model, balancer, optim.build(model, "muon", 1e-3)
-    times = {kind: [] for kind in steppers}
-    for i in range(rounds + 3):
-        batch = data.windows(dataset.train, range(BATCH // T), T, 0)
-        for kind, parts in steppers.items():
-            start = time.perf_counter()
-            step(*parts, batch, 1e-3, 1e-3)
-            times[kind].append((time.perf_counter() - start) * 1e3)
     results = load()
-    results["ms"] = {kind: statistics.median(t[3:]) for kind, t in times.items()}
+    results["ms"] = times(steppers, dataset)
     save(results)
     print(results["ms"])
 
