@@ -4,12 +4,12 @@
     python plot.py runs/001 runs/002 --out both.svg
 
 Panels: loss against tokens and against time; the schedule, with the phases; how even the experts are (busiest
-expert over the mean in the worst block; entropy of the shares over log E, mean of the blocks); step time. One run
-alone also gets what differs by block: where its tokens went, the RMS of the residual stream, and residual scaling's
-mean factors. Time is that of the training steps; validation and saving are not in it.
+expert over the mean in the worst block; entropy of the shares over log E, mean of the blocks); step time. One
+run alone also gets what differs by block: where its tokens went, the RMS of the residual stream, and residual
+scaling's mean factors. Time is that of the training steps; validation and saving are not in it.
 
-Runs and blocks differ by line style and marker as well as by colour, so a picture works printed in grey; it brings
-its white background along, so it works on a dark page. Needs matplotlib.
+Runs and blocks differ by line style and marker as well as by colour, so a picture works printed in grey; it
+brings its white background along, so it works on a dark page. Needs matplotlib.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def minutes(columns):
 
 
 def draw_loss(axis, x, columns, name, style, marker):
-    """Training loss thin, validation loss with markers, in bits a byte (nats a token before any validation)."""
+    """Training loss thin, validation loss with markers, in bits a byte (nats a token before a validation)."""
     val, train = np.array(columns["val_bits_per_byte"]), np.array(columns["train_loss"])
     seen = ~np.isnan(val)
     scale = (val / np.array(columns["val_loss"]))[seen][0] if seen.any() else 1.0
@@ -69,17 +69,17 @@ def draw_loss(axis, x, columns, name, style, marker):
 
 def draw_run(panels, name, columns, style, marker):
     """One run's curves in the panels that runs share."""
-    millions, time = np.array(columns["tokens"]) / 1e6, minutes(columns)
+    millions = np.array(columns["tokens"]) / 1e6
     draw_loss(panels["loss"], millions, columns, name, style, marker)
-    draw_loss(panels["time"], time, columns, name, style, marker)
+    draw_loss(panels["time"], minutes(columns), columns, name, style, marker)
     curves = {"rate": "lr", "max": "load_max", "entropy": "load_entropy", "step": "step_ms"}
     for panel, column in curves.items():
         panels[panel].plot(millions, columns[column], style, label=name)
-    starts = [0] + [i for i in range(1, len(millions)) if columns["phase"][i] != columns["phase"][i - 1]]
-    for i in starts:
+    phases = columns["phase"]
+    for i in [0] + [i for i in range(1, len(phases)) if phases[i] != phases[i - 1]]:
         x = millions[i - 1] if i else 0.0
         panels["rate"].axvline(x, color="tab:gray", linewidth=0.8, linestyle=":")
-        panels["rate"].annotate(columns["phase"][i], (x, 0), xytext=(3, 3), textcoords="offset points", fontsize=8,
+        panels["rate"].annotate(phases[i], (x, 0), (3, 3), textcoords="offset points", fontsize=8,
                                 rotation=90)
 
 
@@ -87,29 +87,32 @@ def draw_loads(axis, figure, columns):
     """Heat map: a row for each class of each block, time to the right."""
     share = loads(columns)
     steps, blocks, classes = share.shape
-    image = axis.imshow(share.reshape(steps, -1).T * (classes - 1), aspect="auto", cmap="cividis", vmin=0, vmax=3,
-                        interpolation="nearest", extent=(0, columns["tokens"][-1] / 1e6, blocks * classes, 0))
+    edges = np.append(0, columns["tokens"]) / 1e6
+    image = axis.pcolormesh(edges, range(blocks * classes + 1), share.reshape(steps, -1).T * (classes - 1),
+                            cmap="cividis", vmin=0, vmax=3)
     for b in range(1, blocks):
         axis.axhline(b * classes, color="white", linewidth=1.5)
     axis.set_yticks([(b + 0.5) * classes for b in range(blocks)], [f"block {b}" for b in range(blocks)])
+    axis.invert_yaxis()
     figure.colorbar(image, ax=axis, label="over an even share")
 
 
 def draw_blocks(axis, columns, wanted):
-    """One curve a block and column; wanted: {column: (what to call it, line style)}. Blocks differ by marker."""
+    """One curve a block and column, the blocks with their own markers. wanted: {column: line style}."""
     millions = np.array(columns["tokens"]) / 1e6
-    for column, (what, style) in wanted.items():
+    for i, (column, style) in enumerate(wanted.items()):
         values = by_block(columns.get(column, [""]))
         for b in range(0 if values is None else values.shape[1]):
-            axis.plot(millions, values[:, b].mean(-1), style, color=f"C{b % 10}", marker=MARKERS[b % len(MARKERS)],
-                      markevery=max(1, len(millions) // 8), markersize=4, label=f"block {b}{what}")
+            axis.plot(millions, values[:, b].mean(-1), style, color=f"C{b % 10}",
+                      label=None if i else f"block {b}", marker=MARKERS[b % len(MARKERS)],
+                      markevery=max(1, len(millions) // 8), markersize=4)
 
 
 TITLES = {
     "loss": "loss against tokens", "time": "loss against time", "rate": "learning rate and phases",
-    "max": "busiest expert over the mean, worst block", "entropy": "entropy of the experts' shares (1 is even)",
-    "step": "step time", "heat": "load of every class (skip class last)", "rms": "RMS of the residual stream",
-    "scale": "residual scaling, mean factors"}
+    "max": "busiest expert over the mean, worst block", "step": "step time",
+    "entropy": "entropy of the experts' shares (1 is even)", "heat": "load of every class (skip class last)",
+    "rms": "RMS of the residual stream", "scale": "residual scaling's mean factors (dotted: sublayer)"}
 
 
 def draw(runs, out):
@@ -122,7 +125,7 @@ def draw(runs, out):
     import matplotlib.pyplot as plt
     read_runs = [(Path(run).name, read(run)[1]) for run in runs]
     names = list(TITLES) if len(runs) == 1 else list(TITLES)[:6]
-    figure, axes = plt.subplots(len(names) // 3, 3, figsize=(14, 3.6 * len(names) // 3), layout="constrained",
+    figure, axes = plt.subplots(len(names) // 3, 3, figsize=(14, 3.4 * len(names) // 3), layout="constrained",
                                 facecolor="white")
     panels = dict(zip(names, axes.flat))
     for i, (name, columns) in enumerate(read_runs):
@@ -130,9 +133,8 @@ def draw(runs, out):
     if len(runs) == 1:
         columns = read_runs[0][1]
         draw_loads(panels["heat"], figure, columns)
-        draw_blocks(panels["rms"], columns, {"residual_rms": ("", "-")})
-        draw_blocks(panels["scale"], columns, {"residual_scale": (", stream", "-"),
-                                               "hidden_states_scale": (", sublayer", ":")})
+        draw_blocks(panels["rms"], columns, {"residual_rms": "-"})
+        draw_blocks(panels["scale"], columns, {"residual_scale": "-", "hidden_states_scale": ":"})
     finish(panels)
     figure.savefig(out, dpi=110)
     plt.close(figure)
@@ -145,8 +147,10 @@ def finish(panels):
         axis.set_xlabel("minutes of training steps" if name == "time" else "tokens (millions)")
         if name != "heat":
             axis.grid(alpha=0.3)
-            axis.legend(fontsize=7, ncols=2 if name == "scale" else 1) if axis.get_legend_handles_labels()[1] else None
-    panels["max"].set_yscale("log")
+        if not axis.get_legend() and axis.get_legend_handles_labels()[1]:
+            axis.legend(fontsize=8)
+    panels["max"].set_yscale("log", base=2)
+    panels["max"].yaxis.set_major_formatter("{x:g}")
     panels["step"].set(ylabel="ms", ylim=(0, None))
 
 

@@ -60,8 +60,8 @@ def step(model, balancer, optimizers, batch, lr, peak):
 
 
 def fit(model, balancer, dataset, lr, tokens, batch=BATCH, optimizer="muon", seed=0):
-    """Train a model on `tokens` tokens, `batch` a step, with its own full schedule. Returns the loads of every
-    step."""
+    """Train a model on `tokens` tokens, `batch` a step, with its own full schedule. Returns each step's
+    loads."""
     optimizers, steps, loads = optim.build(model, optimizer, lr), tokens // batch, []
     model.train()
     for i in range(steps):

@@ -11,11 +11,11 @@ from conftest import ROOT
 
 HEAD = (
     "step,tokens,phase,lr,train_loss,val_loss,val_bits_per_byte,grad_norm,step_ms,tokens_per_s,mfu,load_max,"
-    "load_entropy,skip_share,load"
+    "load_entropy,skip_share,load,residual_rms,residual_scale,hidden_states_scale"
 )
 ROWS = [
-    "10,100,one,0.1,3.5,,,1,5,20,n/a,1.5,0.9,0.1,3 5 2|9 1 0",
-    "20,200,two,0.05,3.0,2.5,1.25,1,5,20,n/a,1.2,0.95,0.0,4 6 0|5 5 0",
+    "10,100,one,0.1,3.5,,,1,3000,20,n/a,1.5,0.9,0.1,3 5 2|9 1 0,1.5|2.5,1 1.1|1.2 1.3,0.9 0.8|0.7 0.6",
+    "30,200,two,0.05,3.0,2.5,1.25,1,6000,9,n/a,1.2,0.9,0.0,4 6 0|5 5 0,1.6|2.6,1 1.2|1.2 1.4,0.9 0.7|0.7 0.5",
 ]
 
 
@@ -35,6 +35,29 @@ def test_log_is_read_as_it_was_written(run):
     share = plot.loads(columns)
     assert share.shape == (2, 2, 3)
     assert share[0, 0].tolist() == [0.3, 0.5, 0.2] and share[1, 1].tolist() == [0.5, 0.5, 0]
+    assert plot.by_block(columns["residual_rms"])[:, 1, 0].tolist() == [2.5, 2.6]
+    assert plot.by_block(columns["residual_scale"])[0].tolist() == [[1, 1.1], [1.2, 1.3]]
+
+
+def test_time_counts_the_steps_between_rows(run):
+    assert plot.minutes(plot.read(run)[1]).tolist() == [0.5, 2.5]       # 10 steps of 3 s, then 20 of 6 s
+
+
+def test_curves_of_blocks_are_the_logs(run):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    axis, columns = pyplot.figure().add_subplot(), plot.read(run)[1]
+    plot.draw_blocks(axis, columns, {"residual_scale": "-", "hidden_states_scale": ":"})
+    drawn = [line.get_ydata().tolist() for line in axis.lines]
+    assert np.allclose(drawn, [[1.05, 1.1], [1.25, 1.3], [0.85, 0.8], [0.65, 0.6]])
+    assert len({line.get_marker() for line in axis.lines}) == 2         # blocks differ without colour too
+
+
+def test_run_without_residual_scaling_or_validation_is_drawn(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    row = "10,100,one,0.1,3.5,,,1,5,20,n/a,1.5,0.9,0.1,3 5 2|9 1 0,1.5|2.5,,"
+    (run / "log.csv").write_text("\n".join(["# {}", HEAD, row]) + "\n")
+    plot.draw([run], tmp_path / "a.png")
+    assert plot.by_block(plot.read(run)[1]["residual_scale"]) is None
 
 
 @pytest.mark.parametrize("ending, start", [("png", b"\x89PNG"), ("svg", b"<?xml")])
