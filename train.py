@@ -684,6 +684,9 @@ def loop(run):
                 beat("sample", progress["step"])
                 run.sample()
             bar.update(progress["step"] - bar.n)
+    except BaseException:
+        beat("failed", progress["step"])
+        raise
     finally:
         bar.close()
         stop.restore()
