@@ -354,6 +354,9 @@ class Tail:
         except OSError:
             pass
 
+    def offset(self):
+        return os.lseek(self.handle, 0, os.SEEK_CUR) - len(self.rest)
+
     def lines(self):
         found = []
         while self.handle is not None:
@@ -366,6 +369,14 @@ class Tail:
             *whole, self.rest = (self.rest + block).split(b"\n")
             found += whole
         return [line.decode(errors="replace") for line in found]
+
+
+def say(text):
+    """To the screen, which may be a file on the disk that is full, or a terminal that is gone."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        pass
 
 
 def recognise(lines, table):
@@ -433,7 +444,7 @@ class Watcher:
         (self.folder / "reserve").write_bytes(bytes(1 << 16))       # given up for the last words on a full disk
         self.kernel, self.smi, self.process, self.asked = Tail(cfg.kernel_log), None, None, False
         self.counters, self.restarts, self.next_probe, self.recovering = {}, 0, 0.0, None
-        self.history = defaultdict(lambda: deque(maxlen=25))        # seconds, by what a rank was at
+        self.history = defaultdict(lambda: deque(maxlen=STRAGGLE_STEPS))    # seconds, by what a rank was at
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(self, "asked", True))
 
@@ -441,7 +452,7 @@ class Watcher:
         """A line in events.jsonl and on the screen. On a full disk the reserve makes room for it."""
         record = {"time": round(time.time(), 3), "rank": facts.pop("rank", None), "node": self.cfg.node, "what": what,
                   **facts}
-        print("aegis   " + what + "".join(f", {k} {v}" for k, v in facts.items() if v not in (None, "")), flush=True)
+        say(f"aegis   {what}: " + ", ".join(f"{k} {v}" for k, v in facts.items() if v not in (None, "")))
         for _ in range(2):
             try:
                 return append(self.run / "events.jsonl", record)
@@ -451,7 +462,7 @@ class Watcher:
     # ----- start and end
     def save_state(self, state):
         facts = {"node": self.cfg.node, "state": state, "time": time.time(), "pid": self.pid, "born": self.born,
-                 "offset": self.offset,
+                 "offset": self.tail.offset(),
                  "pace": statistics.median(own) if (own := [s for k in self.history if k[0] == "own" for s in self.history[k]])
                  else None}
         try:
@@ -530,10 +541,9 @@ class Watcher:
         end a run. Returns the faults that may be acted on while the run lives."""
         lines, kernel = self.tail.lines(), self.kernel.lines()
         for line in lines:
-            print(line, flush=True)
+            say(line)
         ours = {str(beat["pid"]) for beat in self.beats.values()}
-        kernel = [k for k in kernel if not (m := re.search(r"Killed process (\d+)", k)) or m[1] in ours]
-        self.said += lines + kernel
+        self.said += lines + [k for k in kernel if (m := re.search(r"Killed process (\d+)", k)) and m[1] in ours]
         found = [recognise([line], REMARKS) for line in lines]
         found += [fault for line in kernel if (fault := recognise([line], LINES)) and fault.kind == "node"]
         new = {fault.what: fault for fault in found if fault and fault.what not in self.told}
@@ -560,11 +570,15 @@ class Watcher:
         past = self.history[what]
         if what == "step" and len(past) >= 5:
             return HANG_STEPS * statistics.median(past) + HANG
+        if what == "failed":
+            return 2 * GRACE
         return 10 + 5 * max(past) if what in ("evaluate", "save", "sample") and past else SLOW
 
     def hang(self, now):
         """Silence past the limit. The rank to blame is stopped, or was the first to fall silent."""
         at = {rank: beat for rank, beat in self.beats.items() if beat["what"] != "end"}
+        # one that ends with an error takes its time, and the others wait for it
+        at = {rank: beat for rank, beat in at.items() if beat["what"] == "failed"} or at
         silent = [rank for rank, beat in at.items() if now - beat["time"] > self.limit(beat["what"])]
         if not self.beats and now - self.launched > SLOW and not self.spare():
             return Fault("no start", "transient", f"no rank in {SLOW:.0f} s", since=self.launched)
@@ -649,7 +663,7 @@ class Watcher:
             self.dying = now
         if over or (self.dying and now - self.dying > GRACE):
             faults += self.listen()         # the last words
-            if code == 0 or (code is None and self.finished()):
+            if code == 0 or self.finished():
                 return None
             return faults + [self.autopsy(code, gone)]
         if self.dying is None and (fault := self.hang(now)):
@@ -663,13 +677,17 @@ class Watcher:
     def autopsy(self, code, gone):
         """Why the group ended: what it said, then exit codes, then what survivors said. code: the launcher's, None
         where it still lives or was no child of ours. gone: ranks whose process is not there any more."""
-        codes = [int(c) for line in self.said for c in re.findall(r"exitcode\s*: (-?\d+)", line)]
+        codes = list({pid: int(c) for line in self.said
+                      for c, pid in re.findall(r"exitcode\s*: (-?\d+) \(pid: (\d+)\)", line)}.values())
         launcher = self.pid not in [beat["pid"] for beat in self.beats.values()]
         codes += [code] * (code is not None and not launcher)
+        free = shutil.disk_usage(self.run).free
         facts = dict(since=self.dying, rank=gone[0] if len(gone) == 1 else None)
         words = [line for line in self.said if re.match(r"(\S*\] ?:?)?\S+\.py: |.*GaveUp: ", line)]
         if fault := recognise(self.said, LINES):
             return replace(fault, **facts)
+        if free < 1 << 20:                  # then its last words may not have fitted either
+            return Fault("disk full", "fatal", f"{free} bytes free", LINES[0][3], **facts)
         for status, what, advice in ((2, "bad configuration", "mend the command"),
                                      (GAVE_UP, "gave up", "look at the data and at --lr")):
             if status in codes or code == status:
@@ -746,8 +764,8 @@ class Watcher:
         if not stop:
             return EXCLUDED
         tried = f"\n        {self.restarts - 1} restarts brought no new checkpoint" if fault.kind != "fatal" else ""
-        print(f"aegis   stopped: {fault.what}: {fault.evidence}{tried}\n        to do: {fault.advice or 'see above'}; "
-              f"the last whole checkpoint is of step {self.newest()}", flush=True)
+        say(f"aegis   stopped: {fault.what}: {fault.evidence}{tried}\n        to do: {fault.advice or 'see above'}; the "
+            f"last whole checkpoint is of step {self.newest()}")
         return {"bad configuration": 2, "gave up": GAVE_UP}.get(fault.what, 1)
 
 
