@@ -111,8 +111,8 @@ def draw_blocks(axis, columns, wanted):
 TITLES = {
     "loss": "loss against tokens", "time": "loss against time", "rate": "learning rate and phases",
     "max": "busiest expert over the mean, worst block", "step": "step time",
-    "entropy": "entropy of the experts' shares (1 is even)", "heat": "load of every class (skip class last)",
-    "rms": "RMS of the residual stream", "scale": "residual scaling's mean factors (dotted: sublayer)"}
+    "entropy": "entropy of the experts' shares (1 is even)", "rms": "RMS of the residual stream",
+    "scale": "mean residual scales (dotted: sublayer)", "heat": "load of every class (skip class last)"}
 
 
 def draw(runs, out):

@@ -30,6 +30,7 @@ Departures. Balancing's learning rate and betas are not published; the defaults 
 """
 
 import math
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -194,4 +195,8 @@ def demonstrate():
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:                        # python router.py RUN --text FILE
+        import config
+        import watch
+        config.run(watch.main)
     demonstrate()
