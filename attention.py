@@ -309,40 +309,53 @@ class Cache:
         self._length += T
 
 
+def reach(attention, config, T=8, changed=3):
+    """Which positions move when the input of one token changes: {"q", "k", "v": bool (heads, T)}."""
+    x = torch.randn(1, T, config.hidden_size)
+    other = x.clone()
+    other[0, changed] += 1
+    context = Context(config, (1, T), 0, None, x.device)
+    pairs = zip(attention.qkv(x, context), attention.qkv(other, context))
+    return {name: (a != b).any(-1)[0] for name, (a, b) in zip("qkv", pairs)}
+
+
+def likeness(attention, config, T=64):
+    """Mean cosine of a token's queries and its own key. RoPE turns both alike; T texts of one token each are
+    read, so that nothing but the token itself is in them."""
+    q, k, _ = attention.qkv(torch.randn(T, 1, config.hidden_size), Context(config, (T, 1), 0, None, "cpu"))
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    return F.cosine_similarity(q, k, dim=-1).mean().item()
+
+
+@torch.no_grad()
 def demonstrate():
-    """What CCA does to a sequence: how far one token's change reaches in q, k and v, and the size of the
-    decoding cache."""
+    """What each part of CCA does to q, k and v, part by part, and the size of the decoding cache."""
     from model import ZAYAConfig
-    config = ZAYAConfig.preset("laptop")
-    torch.manual_seed(0)
-    cca = CCA(config)
-    # as if trained: at the start they are close to zero
-    for conv in (cca.conv_qk_depthwise, cca.conv_qk_grouped):
-        nn.init.normal_(conv.weight, std=0.5)
-    x = torch.randn(1, 8, config.hidden_size)
-    changed = x.clone()
-    changed[0, 3] += 1
-    context = Context(config, (1, 8), 0, None, x.device)
-    print("token 3 of 8 is changed; which positions of q, k and v move?")
-    with torch.no_grad():
-        for name, a, b in zip("qkv", cca.qkv(x, context), cca.qkv(changed, context)):
-            for head in (0, a.shape[1] - 1):
-                moved = (a != b).any(-1)[0, head]
-                print(f"  {name}, head {head}: " + " ".join("#" if m else "." for m in moved.tolist()))
-    print(
-        "q and k: the convolutions reach two tokens on. v: head 0 holds the token itself, head 1 the last "
-        "one."
-    )
+    plain = dict(conv_kernels=(), qk_mean=False, value_shift=False)
+    parts = {"no convolution": plain, "one": {**plain, "conv_kernels": (2,)},
+             "two": {**plain, "conv_kernels": (2, 2)}, "+ value shift": dict(qk_mean=False), "+ q-k mean": {}}
+    show = lambda moved: " ".join("#" if m else "." for m in moved.tolist())
+    print("Token 3 of 8 is changed. Which positions of q, k and v move?")
+    print(f"{'':16s} {'q, k':17s} {'v, head 0':17s} {'v, last head':17s} cosine of a token's q and k")
+    for name, changes in parts.items():
+        config = ZAYAConfig.preset("laptop", **changes)
+        torch.manual_seed(0)
+        cca = CCA(config)
+        for weight in (p for p in cca.parameters() if p.dim() > 1):
+            nn.init.normal_(weight, std=config.init_std)                # as ZAYA.init_weights
+        moved = reach(cca, config)
+        print(f"{name:16s} {show(moved['q'][0]):17s} {show(moved['v'][0]):17s} {show(moved['v'][-1]):17s} "
+              f"{likeness(cca, config):.2f}")
+    print("Each convolution lets q and k see one token further back; the shift gives the last head of v the\n"
+          "token before; the mean makes a token's queries and its key alike from the start.\n")
     big = ZAYAConfig.preset("zaya1_8b")
-    ours, mha = 2 * big.num_kv_heads * big.head_dim, 2 * big.hidden_size
-    state = (big.taps - 1) * (
-        big.num_heads + big.num_kv_heads
-    ) * big.head_dim + big.num_kv_heads * big.head_dim // 2
-    print(
-        f"cache of one block of the 8B model: {ours} values a token, {mha} for multi-head attention of "
-        f"that width "
-        f"({mha // ours} times as many), plus {state} values once for the convolutions and the value shift"
-    )
+    H, G, K = big.num_heads, big.num_kv_heads, big.head_dim
+    once = (big.taps - 1) * (H + G) * K + G * K // 2
+    print("Cache of one block of the 8B model, values a token:")
+    for name, heads in ((f"multi-head attention, {big.hidden_size // K} heads", big.hidden_size // K),
+                        (f"multi-head attention, {H} heads as CCA has", H), ("CCA", G)):
+        print(f"  {name:44s} {2 * heads * K:5d}, {heads // G} x")
+    print(f"and once for a text, for convolutions and shift: {once}")
 
 
 if __name__ == "__main__":

@@ -449,21 +449,47 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return grad_h * grad.to(grad_h.dtype), grad_w.mul_(grad).to(grad_h.dtype), None, None
 
 
+def tree(module, flops, name="ZAYA", depth=0):
+    """Lines of a module and what is in it: name, shape, parameters, and the FLOPs of one token's forward pass
+    where `flops` {name: number} knows them. Of a list of equal blocks the second stands for all."""
+    line = lambda depth, name, shape, n: f"{'  ' * depth + name:44s} {shape:18s} {n:>11,}"
+    work = f" {flops[name]:>12,.0f} FLOP" if name in flops else ""
+    leaves = [(n, str(tuple(p.shape)), p.numel()) for n, p in module.named_parameters(recurse=False)]
+    if len(leaves) == 1 and not any(module.children()):     # a linear layer without bias, a norm: one line
+        leaf, shape, count = leaves[0]
+        yield line(depth, f"{name}.{leaf}", shape, count) + work
+        return
+    yield line(depth, name, "", sum(p.numel() for p in module.parameters())) + work
+    yield from (line(depth + 1, *leaf) for leaf in leaves)
+    for child, inner in module.named_children():
+        if isinstance(inner, nn.ModuleList):
+            child, inner = f"blocks: {len(inner)}, one of them", inner[min(1, len(inner) - 1)]
+        if any(True for _ in inner.parameters()):
+            yield from tree(inner, flops, child, depth + 1)
+
+
+def work_by_module(config, seq_len):
+    """FLOPs of a token's forward pass by module, of one block where it lies in one: the planner's."""
+    from plan import PlanConfig, plan       # here, since plan.py imports this file
+    p = plan(PlanConfig(gpus=1, seq_len=seq_len, batch_tokens=seq_len, micro_batch=1), config)
+    L = config.num_blocks
+    return {"ZAYA": p["f_forward"], "embed_tokens": p["f_head"], "gate": p["f_routers"] / L,
+            "self_attn": (p["f_projections"] + p["f_convolutions"] + p["f_scores"]) / L,
+            "experts": p["f_experts"] / L}
+
+
 def demonstrate():
-    """The laptop preset as a tree of shapes, and the published sizes, counted without memory."""
-    model = ZAYA(ZAYAConfig.preset("laptop"))
-    print("the laptop preset; one of its blocks whole:")
-    for name, p in model.named_parameters():
-        if not name.startswith("blocks.") or name.startswith("blocks.1."):
-            print(f"  {name:60s} {str(tuple(p.shape)):18s} {p.numel():>9,}")
+    """The laptop preset as a tree, and the published sizes, counted without memory."""
+    config, T = ZAYAConfig.preset("laptop"), 128
+    model = ZAYA(config)
+    print(f"{f'the laptop preset at a context of {T}':44s} {'shape':18s}  parameters   forward, a token")
+    print("\n".join(tree(model, work_by_module(config, T))))
     for name in PRESETS:
         with torch.device("meta"):
             m = ZAYA(ZAYAConfig.preset(name))
-        print(
-            f"{name:10s} {m.num_parameters():>15,} parameters, {m.num_parameters(embedding=False):>15,} "
-            f"without "
-            f"the embedding, {m.num_parameters(active=True, embedding=False):>13,} of them active for a token"
-        )
+        whole, active = m.num_parameters(embedding=False), m.num_parameters(active=True, embedding=False)
+        print(f"{name:10s} {m.num_parameters():>15,} parameters, {whole:>15,} without the embedding, "
+              f"{active:>13,} of them active for a token")
     _, loss = model(torch.randint(0, 1024, (2, 64)), torch.randint(0, 1024, (2, 64)))
     print(f"loss of the untrained model {loss.item():.3f} nats; log(vocabulary) is {math.log(1024):.3f}")
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import model as model_file
 from conftest import assert_close
-from model import ZAYA, ZAYAConfig, cross_entropy, grouped_linear
+from model import ZAYA, ZAYAConfig, cross_entropy, grouped_linear, tree, work_by_module
 
 
 @pytest.mark.parametrize("preset, total, no_embedding, active", [
@@ -227,3 +227,16 @@ def test_ablations_train_every_parameter(changes, ids):
 def test_config_survives_a_round_trip():
     config = ZAYAConfig.preset("zaya1_74b", top_k=2)
     assert ZAYAConfig(**dataclasses.asdict(config)) == config
+
+
+def test_tree_shows_every_parameter_and_work_adds_up(make):
+    model = make()
+    lines = list(tree(model, {}))
+    counts = [int(line.split()[-1].replace(",", "")) for line in lines]
+    shown = sum(n for n, line in zip(counts, lines) if "(" in line)         # leaves have a shape
+    assert counts[0] == model.num_parameters()
+    other = sum(p.numel() for p in model.blocks[0].parameters())            # block 1 stands for both
+    assert shown + other == model.num_parameters()
+    work, L = work_by_module(model.config, 16), model.config.num_blocks
+    blocks = L * (work["self_attn"] + work["gate"] + work["experts"])
+    assert work["ZAYA"] == pytest.approx(blocks + work["embed_tokens"])
