@@ -59,7 +59,7 @@ from config import option
 WINDOW = 64             # good steps that loss and norm are compared with: long for a median, short for a trend
 LEAST = 20              # of them before spikes are judged; anew in each phase, and never during warm-up
 SPIKE = 8               # robust standard deviations; a gradient norm's tail is heavy, so it gets twice that
-FLOOR = 0.05            # of the median: a loss so even that its MAD is nothing must not make every step a spike
+FLOOR = 0.02            # of the median: a loss so even that its MAD is nothing must not make every step a spike
 TROUBLE, RECENT = 3, 10     # bad steps, among how many, are no accident any more
 MAX_ROLL_BACKS = 2      # to no avail: a third would meet the same
 CHECK_EVERY = 100       # steps between checksums; one is also taken before every save
@@ -587,6 +587,7 @@ class Watcher:
             blame = min(silent, key=lambda rank: (state(rank) != "T", at[rank]["time"]))
             seen = ", ".join(f"rank {rank} at {beat['what']} {beat['step']} ({state(rank)}) for "
                              f"{now - beat['time']:.2f} s" for rank, beat in sorted(at.items()))
+            seen += f"; allowed {self.limit(at[silent[0]]['what']):.2f} s"
             return Fault("hang", "transient", seen, rank=blame, since=at[blame]["time"])
 
     def spare(self):
@@ -769,13 +770,160 @@ class Watcher:
         return {"bad configuration": 2, "gave up": GAVE_UP}.get(fault.what, 1)
 
 
-# -------------------------------------------------------------------------------- command line
+# -------------------------------------------------------------------------------- the report
+
+FINDINGS = {"fault", "bad_step", "roll_back", "not_saved", "gave_up", "dead_expert", "collapsed_router", "adopted",
+            "orphans"}
+STATES = {"launch": "starting", "start": "training", "done": "over", "stopped": "over", "over": "over"}
+
+
+def timeline(events):
+    """[(state, from, to)] in seconds since the first event; states: starting, training, down, over."""
+    spans, state, since, zero = [], "starting", 0.0, events[0]["time"]
+    for e in events:
+        ended = e["what"] == "fault" and not e["action"].startswith("told")
+        new = "down" if ended else STATES.get(e["what"], state)
+        if new != state:
+            spans.append((state, since, e["time"] - zero))
+            state, since = new, e["time"] - zero
+    return [span for span in [*spans, (state, since, events[-1]["time"] - zero)] if span[2] > span[1]]
+
+
+def steps_over_time(events):
+    """(seconds, steps): where training stood, from every event that says so."""
+    zero = events[0]["time"]
+    points = [(e["time"] - zero, e["step"]) for e in events
+              if e.get("step") is not None and e["what"] in ("start", "save", "phase", "roll_back", "done", "stopped")]
+    return [t for t, _ in points], [n for _, n in points]
+
+
+def found(events):
+    """{(class, name): rows}, a row (seconds to detect or None, seconds to recover or None, action) a finding."""
+    table, waiting = defaultdict(list), None
+    for e in events:
+        if e["what"] in FINDINGS:
+            row = [e.get("silent"), None, re.sub(r"\d+", "N", e["action"])]
+            table[e["class"], e.get("fault", e["what"])].append(row)
+            waiting = row if e["what"] == "fault" and not e["action"].startswith("told") else waiting
+        elif e["what"] == "recovered" and waiting:
+            waiting[1], waiting = e["seconds"], None
+    return table
+
+
+def report(run):
+    """A run's life as text. Raises ValueError where there is none."""
+    run, events = Path(run), sorted(read_events(run), key=lambda e: e["time"])
+    if not events:
+        raise ValueError(f"{run} holds no events.jsonl: name the folder of a run, as in runs/001")
+    total = max(events[-1]["time"] - events[0]["time"], 1e-9)
+    share = Counter()
+    for state, begin, end in timeline(events):
+        share[state] += (end - begin) / total
+    steps = (steps_over_time(events)[1] or [0])[-1]
+    log = (run / "log.csv").read_text().splitlines() if (run / "log.csv").exists() else []
+    rows = [row.split(",") for row in log if not row.startswith("#")]
+    times = [float(row[rows[0].index("step_ms")]) for row in rows[1:]]
+    usual = statistics.median(times) / 1e3 if times else 0.0
+    lines = [f"run      {run}: step {steps}, {total:.0f} s from the first event to the last",
+             "time     " + ", ".join(f"{state} {share[state]:.0%}" for state in ("training", "starting", "down")),
+             f"goodput  {steps * usual / total:.0%}: {steps} useful steps of {1e3 * usual:.0f} ms" if usual else
+             "goodput  n/a: no log.csv",
+             f"{'class':10s}{'fault':28s}{'times':>6s}{'detected':>10s}{'recovered':>11s}  done"]
+    middle = lambda values: f"{statistics.median(v):.1f} s" if (v := [x for x in values if x is not None]) else "-"
+    for (kind, what), rows in sorted(found(events).items()):
+        detect, recover, actions = zip(*rows)
+        lines.append(f"{kind:10s}{what.replace('_', ' '):28s}{len(rows):6d}{middle(detect):>10s}{middle(recover):>11s}  "
+                     + "; ".join(dict.fromkeys(actions)))
+    return "\n".join(lines)
+
+
+def draw(run):
+    """The time line as RUN/aegis.png: steps against time, what the run was at, what was found. Needs
+    matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("the picture needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    events = sorted(read_events(run), key=lambda e: e["time"])
+    figure, axis = plt.subplots(figsize=(11, 4.5), layout="constrained", facecolor="white")
+    colors = {"training": "white", "starting": "tab:olive", "down": "tab:red", "over": "tab:gray"}
+    named = set()
+    for state, begin, end in timeline(events):
+        axis.axvspan(begin, end, color=colors[state], alpha=0.25, lw=0, label=None if state in named else state)
+        named.add(state)
+    seconds, steps = steps_over_time(events)
+    axis.plot(seconds, steps, color="tab:blue", lw=1.2)
+    marks = dict(transient="o", data="^", node="s", fatal="X", warning="v")
+    for kind, mark in marks.items():
+        mine = [e for e in events if e["what"] in FINDINGS and e["class"] == kind]
+        at = [e["time"] - events[0]["time"] for e in mine]
+        height = [max((n for t, n in zip(seconds, steps) if t <= x), default=0) for x in at]
+        if mine:
+            axis.scatter(at, height, marker=mark, zorder=3, s=45, edgecolor="black", lw=0.5, label=kind)
+        previous = -1e9
+        for x, y, e in zip(at, height, mine):
+            if x - previous > 0.02 * (events[-1]["time"] - events[0]["time"]):      # else texts would lie on each other
+                axis.annotate(e.get("fault", e["what"]).replace("_", " "), (x, y), xytext=(3, 6), rotation=60,
+                              textcoords="offset points", fontsize=7)
+                previous = x
+    axis.set(xlabel="seconds", ylabel="step", title=f"{Path(run).name}: steps over time, and what was found")
+    axis.set_ylim(0, 1.35 * max([*steps, 1]))
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, loc="upper left", ncols=8)
+    figure.savefig(Path(run) / "aegis.png", dpi=110)
+    plt.close(figure)
+
+
+# -------------------------------------------------------------------------------- demonstration, command line
+
+STAND_IN = """
+import os, signal, sys, time
+sys.path.insert(0, {here!r})
+from aegis import Heartbeat, append
+heart, events = Heartbeat(0), {out!r} + "/events.jsonl"
+first = "start" not in open(events).read()
+append(events, dict(time=time.time(), what="start", step=0))
+for step in range(40):
+    heart.beat("step", step)
+    time.sleep(0.03)
+    if first and step == 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+append(events, dict(time=time.time(), what="done", step=40))
+"""
+
+
+def demonstrate():
+    """The guard on made-up losses, then the watcher around a stand-in for a training that is killed once."""
+    import random
+    import tempfile
+    memory, noise = new_memory(), random.Random(0)
+    for step in range(60):
+        loss, norm = 3 - 0.01 * step + noise.gauss(0, 0.02), 0.4 + noise.gauss(0, 0.05)
+        loss, norm = {30: (math.nan, norm), 40: (loss + 2, norm), 50: (loss, 30.0)}.get(step, (loss, norm))
+        if reason := judge(memory, step, loss, norm, settled=step > 3):
+            print(f"guard   step {step}: {reason}: skipped")
+    with tempfile.TemporaryDirectory() as folder:
+        program, out = Path(folder) / "stand_in.py", str(Path(folder) / "run")
+        program.write_text(STAND_IN.format(here=str(Path(__file__).parent), out=out))
+        command = [sys.executable, str(program), "--resume", "auto", "--out", out]
+        Watcher(WatchConfig(backoff=0.1), command).watch()
+        print(report(out))
+
 
 def main(argv):
     if argv[:1] == ["run"]:
         own, command = (argv[1:argv.index("--")], argv[argv.index("--") + 1:]) if "--" in argv else (argv[1:], [])
         cfg, = config.parse("aegis.py run", WatchConfig.__doc__, own, WatchConfig)
         return Watcher(cfg, command).watch()
+    if argv[:1] == ["report"] and len(argv) == 2:
+        print(report(argv[1]))
+        draw(argv[1])
+        return print(f"picture  {Path(argv[1]) / 'aegis.png'}")
+    if argv:
+        raise ValueError("python aegis.py run [flags] -- COMMAND, python aegis.py report RUN, or nothing at all")
+    demonstrate()
 
 
 if __name__ == "__main__":
