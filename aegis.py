@@ -443,7 +443,7 @@ class Watcher:
             raise ValueError(f"another Aegis watches {self.run} as node {cfg.node}") from None
         (self.folder / "reserve").write_bytes(bytes(1 << 16))       # given up for the last words on a full disk
         self.kernel, self.smi, self.process, self.asked = Tail(cfg.kernel_log), None, None, False
-        self.counters, self.restarts, self.next_probe, self.recovering = {}, 0, 0.0, None
+        self.counters, self.restarts, self.next_probe, self.recovering, self.begun = {}, 0, 0.0, None, time.time()
         self.history = defaultdict(lambda: deque(maxlen=STRAGGLE_STEPS))    # seconds, by what a rank was at
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(self, "asked", True))
@@ -471,10 +471,11 @@ class Watcher:
         except OSError:
             pass                        # a full disk: it will be said, and the old file still finds the processes
 
-    def peers(self):
-        """{node: its state file} of the other nodes."""
-        files = [f for f in self.folder.glob("*.json") if f != self.own_file]
-        return {f.stem: json.loads(f.read_text()) for f in files}
+    def peers(self, state):
+        """What the other nodes wrote that are in this state, and wrote lately (or, of an end, since we began)."""
+        notes = [json.loads(f.read_text()) for f in self.folder.glob("*.json") if f != self.own_file]
+        late = time.time() - 3 * self.cfg.probe_every - 5 if state == "running" else self.begun
+        return [note for note in notes if note["state"] == state and note["time"] >= late]
 
     def begin(self):
         """Take over what an Aegis before us left: watch a group that lives, end one that lost its launcher."""
@@ -580,7 +581,7 @@ class Watcher:
         # one that ends with an error takes its time, and the others wait for it
         at = {rank: beat for rank, beat in at.items() if beat["what"] == "failed"} or at
         silent = [rank for rank, beat in at.items() if now - beat["time"] > self.limit(beat["what"])]
-        if not self.beats and now - self.launched > SLOW and not self.spare():
+        if not self.beats and now - self.launched > SLOW and not self.peers("running"):  # else a spare
             return Fault("no start", "transient", f"no rank in {SLOW:.0f} s", since=self.launched)
         if silent:
             state = lambda rank: (process(at[rank]["pid"]) or "?")[0]
@@ -590,15 +591,12 @@ class Watcher:
             seen += f"; allowed {self.limit(at[silent[0]]['what']):.2f} s"
             return Fault("hang", "transient", seen, rank=blame, since=at[blame]["time"])
 
-    def spare(self):
-        return any(peer["state"] == "running" for peer in self.peers().values())
-
     def straggler(self):
         """A rank whose own work takes several times the others' (or the other nodes' usual), told once."""
         own = {rank: statistics.median(past) for rank in self.beats
                if len(past := self.history["own", rank]) >= STRAGGLE_STEPS}
         for rank, seconds in own.items():
-            others = [s for r, s in own.items() if r != rank] or [p["pace"] for p in self.peers().values() if p["pace"]]
+            others = [s for r, s in own.items() if r != rank] or [p["pace"] for p in self.peers("running") if p["pace"]]
             usual = statistics.median(others) if others else seconds
             if seconds < usual * STRAGGLE / 2:
                 self.told.discard(f"straggler {rank}")
@@ -734,8 +732,7 @@ class Watcher:
         else:
             self.restarts = 1 if self.newest() > self.newest_at_start else self.restarts + 1
             wait = min(MAX_BACKOFF, self.cfg.backoff * 2 ** (self.restarts - 1))
-            elsewhere = [node for node, peer in self.peers().items() if peer["state"] == "fatal"]
-            stop = fault.kind == "fatal" or self.restarts > MAX_RESTARTS or bool(elsewhere)
+            stop = fault.kind == "fatal" or self.restarts > MAX_RESTARTS or bool(self.peers("fatal"))
             action = "stop" if stop else f"end the group, restart {self.restarts} after {wait:g} s"
         now = time.monotonic()
         self.event("fault", fault=fault.what, rank=fault.rank, evidence=fault.evidence, action=action,
@@ -756,9 +753,7 @@ class Watcher:
     def others_suffice(self):
         """Whether the other nodes that run are at least the MIN of torchrun's --nnodes=MIN:MAX."""
         least = re.search(r"--nnodes[= ](\d+):", " ".join(self.command))
-        alive = [p for p in self.peers().values() if p["state"] == "running"
-                 and time.time() - p["time"] < 3 * self.cfg.probe_every + 5]
-        return least is not None and len(alive) >= int(least[1])
+        return least is not None and len(self.peers("running")) >= int(least[1])
 
     def leave(self, fault, stop):
         self.save_state("fatal" if stop else "excluded")

@@ -359,6 +359,9 @@ def inject(run, kind):
     events = run.events(t0 - 0.2)
     found = names(events)
     first = [e["time"] for e in events if e.get("fault", e["what"]) in expected]
+    if kind is hang and (allowed := re.search(r"allowed ([\d.]+) s", json.dumps(events))):
+        median = (float(allowed[1]) - aegis.HANG) / aegis.HANG_STEPS
+        row["budget_s"] = round(5 * median + 1, 3)      # what a hang's detection may take
     row.update(named=sorted(found), classes=sorted(set(found.values())), detect_s=round(first[0] - t0, 3) if first else None,
                right=set(found) == expected and set(found.values()) == {kind_class})
     if kind is disk_full:
@@ -492,8 +495,17 @@ def tally():
             lines.append(f"| {kind.replace('_', ' ')} | {len(own)} | {sum(map(passed, own))} | "
                          f"{', '.join(sorted(w.replace('_', ' ') for w in wanted))} | {of_class} | "
                          + (f"{statistics.median(times):.2f} s |" if times else "n/a |"))
-    good = sum(map(passed, rows))
-    return "\n".join(lines + [f"| all | {len(rows)} | {good} | | | |"])
+    good, dead = sum(map(passed, rows)), [r["detect_s"] for r in rows if r["kind"].startswith("kill_") and r["detect_s"]
+                                          and "aegis" not in r["kind"]]
+    lines += [f"| all | {len(rows)} | {good} | | | |", "",
+              f"A dead process was noticed and named after {statistics.median(dead):.2f} s (median of {len(dead)}, longest "
+              f"{max(dead):.2f} s)."]
+    if hangs := [r["detect_s"] / r["budget_s"] for r in rows if r.get("budget_s") and r["detect_s"]]:
+        lines[-1] += (f" A hang took {statistics.median(hangs):.2f} of the allowed five median steps and a second "
+                      f"(longest {max(hangs):.2f}).")
+    same = [r["same"] for r in rows if r["same"] is not None]
+    lines[-1] += f" Weights were compared bit for bit after {len(same)} injections, and equal after {sum(same)}."
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
