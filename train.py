@@ -32,10 +32,10 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-import aegis
 import checkpoint
 import config as command_line
 import data
+import guard
 import kernels_hip
 import optim
 from model import PRESETS, ZAYA, ZAYAConfig, require
@@ -244,7 +244,7 @@ class Log:
     def event(self, what, **facts):
         if self.rank == 0:
             record = {"time": round(time.time(), 3), "rank": 0, "what": what, **facts}
-            aegis.append(self.out / "events.jsonl", record)
+            guard.append(self.out / "events.jsonl", record)
 
     def row(self, row):
         if self.rank == 0:
@@ -283,7 +283,7 @@ class Run:
 
     def __init__(self, cfg, rank, world, local_rank):
         self.cfg, self.rank, self.world = cfg, rank, world
-        self.heart = aegis.Heartbeat(rank)
+        self.heart = guard.Heartbeat(rank)
         self.heart.beat("start")
         self.phases = plan(cfg)
         self.steps = sum(steps for _, steps, _ in self.phases)
@@ -301,8 +301,8 @@ class Run:
         self.optimizers = optim.build(self.model, cfg.optimizer, 1.0, cfg.weight_decay, ns_steps=cfg.ns_steps)
         self.balancer = Balancer(self.model, cfg.balance_lr)
         self.checkpoints = checkpoint.Checkpointer(self.out / "checkpoints", cfg.keep)
-        self.progress = {"step": 0, "tokens": 0, "shift": 0, "best_val": 1e9, "guard": aegis.new_memory()}
-        self.new_best, self.loads = False, aegis.Loads(cfg.model.num_experts)
+        self.progress = {"step": 0, "tokens": 0, "shift": 0, "best_val": 1e9, "guard": guard.new_memory()}
+        self.new_best, self.loads = False, guard.Loads(cfg.model.num_experts)
         self.restore()
         if rank == 0:
             self.describe_itself()
@@ -387,7 +387,7 @@ class Run:
     def save(self):
         """A checkpoint of now, marked best if the last validation was the lowest so far. Damaged weights are
         never saved."""
-        if wrong := aegis.damage(self.model, self.world):
+        if wrong := guard.damage(self.model, self.world):
             return self.tell("not_saved", wrong, "the checkpoints before stay")
         best, self.new_best = self.new_best, False
         meta = {"config": dataclasses.asdict(self.cfg), **self.progress, "guard": None}
@@ -426,8 +426,8 @@ class Run:
         lr = optim.lr_at((step - first + 1) / steps, p.lr, p.lr_end, p.warmup)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip, foreach=True)
         # DDP has averaged the gradients, so loss and norm are the same on all ranks, and so is what follows.
-        loss, norm = aegis.share_mean(loss, norm, self.world)
-        reason = aegis.judge(self.progress["guard"], step, loss, norm, step - first >= p.warmup * steps)
+        loss, norm = guard.share_mean(loss, norm, self.world)
+        reason = guard.judge(self.progress["guard"], step, loss, norm, step - first >= p.warmup * steps)
         if reason:
             self.tell("bad_step", reason, "skip", step=step + 1)
         for optimizer in self.optimizers if not reason else ():
@@ -452,9 +452,9 @@ class Run:
             self.loads.add(load)
         bad = len(self.progress["guard"]["bad"])
         # Without a checkpoint going back means giving up: that takes longer.
-        if bad >= aegis.TROUBLE and (bad >= aegis.RECENT or self.newest()):
-            return f"{bad} bad steps of {aegis.RECENT}", True
-        if inspect and (wrong := aegis.damage(self.model, self.world)):
+        if bad >= guard.TROUBLE and (bad >= guard.RECENT or self.newest()):
+            return f"{bad} bad steps of {guard.RECENT}", True
+        if inspect and (wrong := guard.damage(self.model, self.world)):
             return wrong, False
         found, collapsed = self.loads.look() if inspect else ([], None)
         for what, evidence in found:
@@ -464,17 +464,17 @@ class Run:
     def roll_back(self, reason, past_data):
         """To the newest whole checkpoint; with past_data also past all data read since. Raises GaveUp."""
         self.checkpoints.wait()
-        here, shift, guard, path = *(self.progress[k] for k in ("step", "shift", "guard")), self.newest()
-        if path is None or guard["roll_backs"] >= aegis.MAX_ROLL_BACKS:
+        here, shift, memory, path = *(self.progress[k] for k in ("step", "shift", "guard")), self.newest()
+        if path is None or memory["roll_backs"] >= guard.MAX_ROLL_BACKS:
             why = "going back did not help" if path else "there is no checkpoint to go back to"
             self.tell("gave_up", reason, why)
-            raise aegis.GaveUp(f"{reason} at step {here}, and {why}: lower --lr, or look at the data; the "
+            raise guard.GaveUp(f"{reason} at step {here}, and {why}: lower --lr, or look at the data; the "
                                f"checkpoints in {self.out} are from before")
-        counts = {"roll_backs": guard["roll_backs"] + 1, "furthest": max(guard["furthest"], here), "bad": []}
+        counts = {"roll_backs": memory["roll_backs"] + 1, "furthest": max(memory["furthest"], here), "bad": []}
         checkpoint.load(path, self.state())
         self.progress["guard"].update(counts)
         self.progress["shift"] = shift + (here - self.progress["step"]) * past_data
-        self.loads = aegis.Loads(self.cfg.model.num_experts)
+        self.loads = guard.Loads(self.cfg.model.num_experts)
         self.log.rewind(self.progress["step"])
         self.tell("roll_back", reason, f"back from step {here}" + ", past the data since" * past_data)
 
@@ -619,7 +619,7 @@ def train(cfg):
     """One run, start to end. cfg: TrainConfig. Returns dict(step, train_loss, val_loss (nats a token),
     tokens, out).
 
-    Raises ValueError for a configuration or data that cannot be trained; aegis.GaveUp when steps keep going
+    Raises ValueError for a configuration or data that cannot be trained; guard.GaveUp when steps keep going
     bad.
     """
     rank, world, local_rank = (int(os.environ.get(name, default)) for name, default in
@@ -665,7 +665,7 @@ def loop(run):
             progress.update(step=progress["step"] + 1, tokens=progress["tokens"] + phase.batch_tokens)
             seconds = time.perf_counter() - started
             last = progress["step"] == run.steps
-            if wrong := run.trouble(load, last or due(cfg.save_every) or due(aegis.CHECK_EVERY)):
+            if wrong := run.trouble(load, last or due(cfg.save_every) or due(guard.CHECK_EVERY)):
                 beat("save", progress["step"])
                 run.roll_back(*wrong)
                 entered = None
@@ -716,9 +716,9 @@ def main(argv):
         )
     try:
         result = train(cfg)
-    except aegis.GaveUp as error:
+    except guard.GaveUp as error:
         print(f"train.py: GaveUp: {error}", file=sys.stderr)
-        sys.exit(aegis.GAVE_UP)
+        sys.exit(guard.GAVE_UP)
     if int(os.environ.get("RANK", 0)) == 0:
         print(f"next: python sample.py --run {result['out']} --prompt 'class '")
 
