@@ -1,42 +1,38 @@
-"""Aegis: a run that watches and repairs itself. Two halves and a report, one file:
+"""Aegis: watches a training, names what befalls it, and repairs what can be repaired.
 
     python aegis.py run -- torchrun --nproc-per-node=8 train.py --resume auto --out runs/mine ...
     python aegis.py run -- python train.py --resume auto --out runs/mine
     python aegis.py report runs/mine                   goodput, faults, times; a picture of the time line
-    python aegis.py                                    a small demonstration of the guard and of the watcher
+    python aegis.py                                    a demonstration: a stand-in for a training is killed once
 
-The guard sits in train.py's loop. It judges each step before the optimizers see it, by numbers that all ranks
-share (mean loss, gradient norm, checksums of the weights), so that all ranks decide alike and nobody asks:
+The loop's own guard (guard.py) skips bad steps and rolls back. This is the other half, around the run: one
+process a node starts the command and reads heartbeats (a line that each rank writes in place, several times a
+step), output, exit codes and the machine (probes.py). What it finds has a name and a class, and the class decides:
 
-    bad step      loss or norm not finite, or above  median + SPIKE * max(1.4826 MAD, FLOOR * median)  of the
-                  last WINDOW good steps (Leys et al. 2013) -> skipped: weights, optimizer, biases stay
-    trouble       TROUBLE bad steps among RECENT -> back to the newest whole checkpoint, and past the data
-    damage        weights not finite, or not the same on all ranks -> back, on the same data; never saved
-    no way out    MAX_ROLL_BACKS without getting past the trouble -> GaveUp, exit status 3
+    transient   end what is left of the group, start it again from the newest checkpoint, after a back-off
+    data        the guard's: skip, roll back
+    node        leave the run to the other nodes; without others: say so, and go on as long as it goes
+    fatal       stop and say what to do; also when MAX_RESTARTS starts in a row brought no new checkpoint
 
-The watcher sits around the run, one a node. It starts the command, reads heartbeats (a line that each rank
-writes in place, several times a step), output, exit codes and the machine, gives what it finds a name and a
-class, and acts by the class:
+A group is broken when its launcher has ended badly, when a rank is gone, or when one is silent: for longer than
+HANG_STEPS median steps and HANG seconds in a step; what has no history (start-up, compiling) gets SLOW seconds.
+Why it broke is asked in this order: what its output says, exit codes, what the survivors say.
 
-    transient     end what is left of the group, start it again from the newest checkpoint, after a back-off
-    data          the guard's: skip, roll back
-    node          leave the run to the other nodes; without others: say so, and go on as long as it goes
-    fatal         stop and say what to do; also when MAX_RESTARTS starts in a row brought no new checkpoint
+Restarting ranks is torchrun's trade, deciding is Aegis's: give torchrun no --max-restarts. On several nodes,
+torchrun --nnodes=MIN:MAX, a rendezvous that outlives a node, and one Aegis each with its --node. Between them are
+only the run's shared folder (aegis/NODE.json says how each does) and the rendezvous: a group that breaks on one
+node breaks on all, and each watcher starts its part again. A node more than MAX waits in the rendezvous: a spare.
 
-Restarting ranks is torchrun's trade, deciding is ours: give torchrun no --max-restarts, and for several nodes
---nnodes=MIN:MAX with a rendezvous that outlives a node. The only things between nodes are the shared folder
-of the run (aegis/NODE.json says how each does) and torchrun's rendezvous; a group that breaks on one node
-breaks on all, and each watcher starts its part again. A node more than MAX waits in the rendezvous: a spare.
+Aegis may be killed: the training does not notice, and the next Aegis takes it over. Everything seen and done is
+in RUN/events.jsonl, a JSON line each: time, rank, what, evidence, class, action.
 
-The idea: ZAYA1's training ran under such a service (arXiv 2511.17127, resilience); that one is not published,
-all rules and numbers here are ours. Left out: finding a slow link between healthy nodes, asking a scheduler
-for new nodes, anything that pages a human. Linux only (/proc). Never run on AMD's hardware: smi output is
-read as its documentation shows it.
+ZAYA1 was trained under a service of this name and kind (arXiv 2511.17127); it is not published, and all rules
+here are ours. Left out: finding a slow link between healthy nodes, asking a scheduler for nodes, paging people.
+Linux only (/proc).
 """
 
 import fcntl
 import json
-import math
 import os
 import re
 import shutil
@@ -49,23 +45,13 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 import config
 from config import option
+from guard import GAVE_UP, append, read_events
+from probes import (LINES, REMARKS, SYMPTOMS, Fault, Tail, family, memory_left, nic_errors, process, read_smi,
+                    recognise, smi_command)
 
-# ----- the guard's numbers
-WINDOW = 64             # good steps that loss and norm are compared with: long for a median, short for a trend
-LEAST = 20              # of them before spikes are judged; anew in each phase, and never during warm-up
-SPIKE = 8               # robust standard deviations; a gradient norm's tail is heavy, so it gets twice that
-FLOOR = 0.02            # of the median: a loss so even that its MAD is nothing must not make every step a spike
-TROUBLE, RECENT = 3, 10     # bad steps, among how many, are no accident any more
-MAX_ROLL_BACKS = 2      # to no avail: a third would meet the same
-CHECK_EVERY = 100       # steps between checksums; one is also taken before every save
-IDLE, COLLAPSED = 200, 1000     # steps before an expert is called dead or a router collapsed; before acting
-
-# ----- the watcher's numbers, in seconds unless they say otherwise
+# Seconds, unless they say otherwise.
 POLL = 0.1              # between two looks at heartbeats and processes
 HANG_STEPS, HANG = 4.5, 0.85    # silence of so many median steps and seconds is a hang: with POLL, 5 and 1
 SLOW = 600.0            # limit for what has no history: start-up, the first steps of a phase (they compile)
@@ -76,299 +62,7 @@ MAX_BACKOFF = 300.0
 RISE = 10               # errors between two probes: single ones are corrected and happen
 MEMORY = 0.03           # share of memory left that is a warning
 HOT = 105.0             # degrees at the hottest spot; an MI300X slows down there
-GAVE_UP, EXCLUDED = 3, 4        # exit statuses; 2 is the user's mistake, as everywhere in this project
-
-# What a failing run or its kernel says: (pattern, name of the fault, class, what to do). Order is priority.
-LINES = [
-    (r"No space left on device|Disk quota exceeded", "disk full", "fatal",
-     "free space on the run's disk (or fewer --keep), then start Aegis again: the last checkpoint is whole"),
-    (r"Out of memory: Killed process|oom-kill:", "out of memory", "transient", "the kernel killed a process"),
-    (r"(HIP|CUDA) out of memory|OutOfMemoryError|can't allocate memory|MemoryError|hipErrorOutOfMemory",
-     "out of memory", "transient", "if it comes again: smaller --micro-tokens, or --recompute"),
-    (r"amdgpu.*(uncorrectable hardware error|RAS.*poison)|HSA_STATUS_ERROR_MEMORY_FAULT.*ECC|Uncorrected ECC",
-     "uncorrectable memory error", "node", "the card needs service"),
-    (r"amdgpu.*(GPU reset begin|ring .* timeout|device lost|wedged)|HSA_STATUS_ERROR_OUT_OF_RESOURCES",
-     "gpu reset", "node", "the card hung; a second time on the same node means service"),
-    (r"Memory access fault by GPU|hipErrorIllegalAddress|illegal memory access", "gpu memory fault",
-     "transient", "a kernel's bug, or memory; again at the same step: --kernels plain"),
-    (r"hipErrorNoBinaryForGpu|no kernel image is available", "kernels for another gpu", "fatal",
-     "set PYTORCH_ROCM_ARCH to this card's gfx name and build again"),
-    (r"hipErrorNoDevice|No HIP GPUs are available|Unable to open /dev/kfd", "no gpu", "node",
-     "the driver does not show the card: dmesg, groups video and render"),
-    (r"mce: \[Hardware Error\]|EDAC .* UE ", "machine check", "node", "host memory or processor needs service"),
-    (r"Stale file handle|Input/output error|Remote I/O error", "storage error", "transient", "shared disk?"),
-]
-# Read only when nothing above and no exit code explains the end: what the survivors of another's death say.
-SYMPTOMS = [
-    (r"(NCCL|RCCL).*(IBV_WC_RETRY_EXC_ERR|ibv_poll_cq|Got completion .* error|NET/IB.*error)|link down",
-     "network error", "transient", "a link flapped; if NIC counters rise on a node, it is that node"),
-    (r"Watchdog caught collective operation timeout|ncclRemoteError|ncclSystemError|Timed out waiting",
-     "collective timed out", "transient", "a rank elsewhere hung or died"),
-    (r"Connection (closed by peer|reset by peer|refused)|Broken pipe|RendezvousConnectionError|EOFError",
-     "peer lost", "transient", "a rank or node elsewhere died"),
-]
-# Read while the run lives: no end of it, but to be known.
-REMARKS = [
-    (r"checkpoint .* is passed over: .* bytes instead of", "checkpoint truncated", "transient",
-     "the checkpoint before it was taken"),
-    (r"checkpoint .* is passed over: ", "checkpoint damaged", "transient", "the checkpoint before it was taken"),
-]
-
-
-# -------------------------------------------------------------------------------- what both halves write
-
-def append(file, record):
-    """One JSON line, in one write: lines of several processes do not mix. Starts anew after a torn line."""
-    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        size = os.fstat(handle).st_size
-        torn = b"\n" if size and os.pread(handle, 1, size - 1) != b"\n" else b""
-        os.write(handle, torn + json.dumps(record).encode() + b"\n")
-    finally:
-        os.close(handle)
-
-
-def read_events(run):
-    """The records of a run's events.jsonl in order; torn lines are passed over."""
-    file, events = Path(run) / "events.jsonl", []
-    for line in file.read_text(errors="replace").splitlines() if file.exists() else ():
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            pass
-    return events
-
-
-class Heartbeat:
-    """What a rank is at, written in place into a file of its own; nothing without a watcher around the run.
-
-    beat("step", 7) says that step 7 begins, and that whatever came before has ended. mark() stops the clock of
-    the rank's own work in a step: what follows may wait for the others, and all ranks would look as slow.
-    """
-
-    def __init__(self, rank):
-        folder = os.environ.get("AEGIS_HEARTBEAT")
-        self.file = folder and os.open(Path(folder) / str(rank), os.O_WRONLY | os.O_CREAT, 0o644)
-        self.last, self.now, self.took = time.monotonic(), {"pid": os.getpid(), "what": "start"}, {}
-
-    def beat(self, what, step=None):
-        if self.file:
-            now = time.monotonic()
-            self.took[self.now["what"]] = round(now - self.last, 4)
-            self.last = now
-            self.now.update(what=what, step=step, time=now, took=self.took)
-            os.pwrite(self.file, json.dumps(self.now).ljust(400).encode(), 0)
-
-    def mark(self):
-        self.took["own"] = round(time.monotonic() - self.last, 4)
-
-
-# -------------------------------------------------------------------------------- the guard
-
-class GaveUp(RuntimeError):
-    """Rolling back did not help. train.py ends with status 3, and no watcher starts it again."""
-
-
-def new_memory():
-    """What the guard knows of a run, plain numbers: train.py keeps it in its progress, so that a resumed run
-    judges exactly as the undisturbed one would."""
-    return {"loss": [], "norm": [], "bad": [], "roll_backs": 0, "furthest": 0}
-
-
-def spike(values, value, deviations):
-    """The limit that `value` exceeds against the earlier `values`, or None."""
-    if len(values) < LEAST:
-        return None
-    middle = statistics.median(values)
-    spread = max(1.4826 * statistics.median(abs(v - middle) for v in values), FLOOR * abs(middle))
-    limit = middle + deviations * spread
-    return limit if value > limit else None
-
-
-def judge(memory, step, loss, norm, settled):
-    """Why this step must not be taken, or None; remembers either. loss, norm: the same on all ranks. settled:
-    the warm-up is over."""
-    reason = None
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        reason = f"not finite: loss {loss}, gradient norm {norm}"
-    elif settled:
-        for name, value, deviations in (("loss", loss, SPIKE), ("norm", norm, 2 * SPIKE)):
-            if reason is None and (limit := spike(memory[name], value, deviations)):
-                reason = f"spike: {name} {value:.4g} is above {limit:.4g}"
-    memory["bad"] = [s for s in memory["bad"] if s > step - RECENT] + [step] * (reason is not None)
-    if reason is None:
-        for name, value in (("loss", loss), ("norm", norm)):
-            memory[name] = [*memory[name], value][-WINDOW:]
-        if step >= memory["furthest"] + RECENT:
-            memory["roll_backs"] = 0
-    return reason
-
-
-def share_mean(loss, norm, world):
-    """Mean loss over the ranks, and the gradient norm, as floats: one small all-reduce, one wait for the GPU."""
-    if world > 1:
-        dist.all_reduce(loss)
-    loss, norm = torch.stack((loss, norm.to(loss.dtype))).tolist()
-    return loss / world, norm
-
-
-@torch.no_grad()
-def damage(model, world):
-    """What is wrong with the weights, as text the same on all ranks, or None. A flipped bit changes the sum
-    of the bits read as integers; ranks that differ from most are named."""
-    tensors = [t.detach() for t in model.state_dict().values() if t.is_floating_point()]
-    bits = {4: torch.int32, 2: torch.int16, 8: torch.int64}
-    mine = torch.stack([sum(t.contiguous().view(bits[t.element_size()]).sum() for t in tensors),
-                        sum((~t.isfinite()).sum() for t in tensors)])
-    everyone = [mine]
-    if world > 1:
-        dist.all_gather(everyone := [torch.empty_like(mine) for _ in range(world)], mine)
-    sums, bad = zip(*(pair.tolist() for pair in everyone))
-    if any(bad):
-        return f"weights not finite on rank {', '.join(str(r) for r, n in enumerate(bad) if n)}"
-    usual, votes = Counter(sums).most_common(1)[0]
-    if votes < world:
-        odd = [str(r) for r, s in enumerate(sums) if s != usual] if votes > 1 else ["unknown"]
-        return f"weights differ between ranks; odd one out: {', '.join(odd)}"
-    return None
-
-
-class Loads:
-    """Counts, on the device, for how many steps each expert had no token, and each router sent nearly all to
-    one class. Starts anew with the process, which at worst makes a warning late."""
-
-    def __init__(self, experts):
-        self.experts, self.idle_LE, self.collapsed_L, self.healthy_L, self.told = experts, 0, 0, False, set()
-
-    def add(self, load_LC):
-        top_L = load_LC.amax(1) / load_LC.sum(1).clamp(min=1)
-        self.idle_LE = (self.idle_LE + 1) * (load_LC[:, :self.experts] == 0)
-        self.collapsed_L = (self.collapsed_L + 1) * (top_L > 0.9)
-        self.healthy_L = self.healthy_L | (top_L < 0.5)
-
-    def look(self):
-        """([(what, evidence), ...] not told before, why to roll back or None). Waits for the device, so not
-        every step. A router that never spread its tokens is the configuration's doing, and only told."""
-        if self.experts < 2 or isinstance(self.idle_LE, int):
-            return [], None
-        full = {b: n for b, n in enumerate(self.collapsed_L.tolist()) if n >= IDLE}
-        dead = [(b, e) for b, row in enumerate(self.idle_LE.tolist()) for e, n in enumerate(row) if n >= IDLE]
-        found = {("dead_expert", f"block {b}, expert {e}: {IDLE} steps or more") for b, e in dead if b not in full}
-        found |= {("collapsed_router", f"block {b}: {IDLE} steps or more") for b in full}
-        new, self.told = sorted(found - self.told), found       # one that recovered will be told again
-        lost = [b for b, n in full.items() if n >= COLLAPSED and self.healthy_L[b]]
-        return new, f"router collapsed in block {lost[0]}, {COLLAPSED} steps" if lost else None
-
-
-# -------------------------------------------------------------------------------- probes of the machine
-
-def process(pid):
-    """(state letter, start time) of a living process, None for one that is gone or a zombie."""
-    try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state in "ZX" else (state, rest[18])
-
-
-def family(marker):
-    """Pids of the living processes that carry this heartbeat folder in their environment, wherever they
-    moved: torchrun gives each worker a session of its own, and its death does not end them."""
-    found, wanted = [], f"AEGIS_HEARTBEAT={marker}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if wanted in (folder / "environ").read_bytes().split(b"\0") and process(folder.name):
-                found.append(int(folder.name))
-        except OSError:
-            pass
-    return found
-
-
-def memory_left(meminfo="/proc/meminfo"):
-    """Share of the machine's memory that is available."""
-    numbers = dict(re.findall(r"^(\w+):\s+(\d+)", Path(meminfo).read_text(), re.M))
-    return int(numbers["MemAvailable"]) / int(numbers["MemTotal"])
-
-
-def nic_errors(sys_root="/sys"):
-    """{interface: sum of its error counters}; empty where sysfs shows none."""
-    errors = defaultdict(int)
-    for pattern, names in (
-        ("class/infiniband/*/ports/*/counters/*", "symbol_error link_error_recovery link_downed port_rcv_errors "
-         "local_link_integrity_errors excessive_buffer_overrun_errors VL15_dropped"),
-        ("class/infiniband/*/ports/*/hw_counters/*", "local_ack_timeout_err packet_seq_err out_of_sequence"),
-        ("class/net/*/statistics/*", "rx_errors tx_errors rx_crc_errors tx_carrier_errors"),
-    ):
-        for file in Path(sys_root).glob(pattern):
-            if file.name in names.split():
-                try:
-                    errors[file.relative_to(sys_root).parts[2]] += int(file.read_text())
-                except (OSError, ValueError):
-                    pass            # a port without this counter says EINVAL
-    return dict(errors)
-
-
-def smi_command():
-    """The command that shows ECC counters and temperatures on this machine, None where there is no tool."""
-    for command in ("amd-smi metric --ecc --temperature --json", "rocm-smi --showtemp --showrasinfo"):
-        if shutil.which(command.split()[0]):
-            return command.split()
-
-
-def read_smi(text):
-    """(correctable, uncorrectable) ECC errors of all cards and the hottest degrees, from either tool's
-    output. Zeros where it says nothing."""
-    try:
-        pairs = list(leaves(json.loads(text)))
-    except ValueError:              # rocm-smi: rows "UMC  ENABLED  3  0", "Temperature (Sensor junction) (C): 45"
-        blocks = re.findall(r"ENABLED\s+(\d+)\s+(\d+)", text)
-        pairs = [(f"total_{kind}_count", int(block[i])) for block in blocks
-                 for i, kind in enumerate(("correctable", "uncorrectable"))]
-        pairs += [("hotspot", float(t)) for t in re.findall(r"\((?:Sensor )?junction\).*?:\s*([\d.]+)", text)]
-    total = lambda name: int(sum(value for key, value in pairs if key == f"total_{name}_count"))
-    heat = max((value for key, value in pairs if key == "hotspot"), default=0.0)
-    return total("correctable"), total("uncorrectable"), heat
-
-
-def leaves(node, key=""):
-    """(key in lower case, number) of a nested structure; {"value": 45, "unit": "C"} counts under its own name."""
-    if isinstance(node, dict):
-        for name, value in node.items():
-            yield from leaves(value, key if name == "value" else name.lower())
-    elif isinstance(node, list):
-        for value in node:
-            yield from leaves(value, key)
-    elif isinstance(node, (int, float)):
-        yield key, node
-
-
-class Tail:
-    """New lines of a file that grows: a log, or /dev/kmsg. Nothing where it cannot be read."""
-
-    def __init__(self, file, offset=None):
-        """offset: where to begin; None: at the present end."""
-        self.rest, self.handle = b"", None
-        try:
-            self.handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
-            os.lseek(self.handle, offset or 0, os.SEEK_END if offset is None else os.SEEK_SET)
-        except OSError:
-            pass
-
-    def offset(self):
-        return os.lseek(self.handle, 0, os.SEEK_CUR) - len(self.rest)
-
-    def lines(self):
-        found = []
-        while self.handle is not None:
-            try:
-                block = os.read(self.handle, 1 << 16)
-            except OSError:             # kmsg: nothing new, or records lost
-                break
-            if not block:
-                break
-            *whole, self.rest = (self.rest + block).split(b"\n")
-            found += whole
-        return [line.decode(errors="replace") for line in found]
+EXCLUDED = 4            # exit status of a node that left the run to the others
 
 
 def say(text):
@@ -378,29 +72,6 @@ def say(text):
     except OSError:
         pass
 
-
-def recognise(lines, table):
-    """The first fault of `table`, in the table's order, that a line shows: Fault or None."""
-    for pattern, what, kind, advice in table:
-        for line in lines:
-            if re.search(pattern, line):
-                return Fault(what, kind, line.strip()[:300], advice)
-    return None
-
-
-@dataclass
-class Fault:
-    """what: its name; kind: transient, data, node or fatal; evidence: what was seen; advice: for people."""
-    what: str
-    kind: str
-    evidence: str
-    advice: str = ""
-    rank: int | None = None
-    since: float | None = None      # time.monotonic() of the last sign of life
-    broken: bool = True             # the group is dead, or must be ended
-
-
-# -------------------------------------------------------------------------------- the watcher
 
 @dataclass
 class WatchConfig:
@@ -461,10 +132,9 @@ class Watcher:
 
     # ----- start and end
     def save_state(self, state):
+        own = [seconds for key, past in self.history.items() if key[0] == "own" for seconds in past]
         facts = {"node": self.cfg.node, "state": state, "time": time.time(), "pid": self.pid, "born": self.born,
-                 "offset": self.tail.offset(),
-                 "pace": statistics.median(own) if (own := [s for k in self.history if k[0] == "own" for s in self.history[k]])
-                 else None}
+                 "offset": self.tail.offset(), "pace": statistics.median(own) if own else None}
         try:
             self.own_file.with_suffix(".tmp").write_text(json.dumps(facts))
             self.own_file.with_suffix(".tmp").replace(self.own_file)
@@ -622,7 +292,8 @@ class Watcher:
                                                     text=True)
         if self.smi and self.smi.poll() is not None:
             (soft, hard, heat), self.smi = read_smi(self.smi.communicate()[0]), None
-            faults += [self.rise("ecc errors", "correctable", soft, RISE), self.rise("ecc errors", "uncorrectable", hard, 1),
+            faults += [self.rise("ecc errors", "correctable", soft, RISE),
+                       self.rise("ecc errors", "uncorrectable", hard, 1),
                        self.low("gpu hot", heat > HOT, f"{heat:.0f} C")]
         return [fault for fault in faults if fault]
 
@@ -760,8 +431,8 @@ class Watcher:
         if not stop:
             return EXCLUDED
         tried = f"\n        {self.restarts - 1} restarts brought no new checkpoint" if fault.kind != "fatal" else ""
-        say(f"aegis   stopped: {fault.what}: {fault.evidence}{tried}\n        to do: {fault.advice or 'see above'}; the "
-            f"last whole checkpoint is of step {self.newest()}")
+        say(f"aegis   stopped: {fault.what}: {fault.evidence}{tried}\n        to do: {fault.advice or 'see above'}; "
+            f"the last whole checkpoint is of step {self.newest()}")
         return {"bad configuration": 2, "gave up": GAVE_UP}.get(fault.what, 1)
 
 
@@ -827,8 +498,8 @@ def report(run):
     middle = lambda values: f"{statistics.median(v):.1f} s" if (v := [x for x in values if x is not None]) else "-"
     for (kind, what), rows in sorted(found(events).items()):
         detect, recover, actions = zip(*rows)
-        lines.append(f"{kind:10s}{what.replace('_', ' '):28s}{len(rows):6d}{middle(detect):>10s}{middle(recover):>11s}  "
-                     + "; ".join(dict.fromkeys(actions)))
+        lines.append(f"{kind:10s}{what.replace('_', ' '):28s}{len(rows):6d}{middle(detect):>10s}"
+                     f"{middle(recover):>11s}  " + "; ".join(dict.fromkeys(actions)))
     return "\n".join(lines)
 
 
@@ -876,7 +547,7 @@ def draw(run):
 STAND_IN = """
 import os, signal, sys, time
 sys.path.insert(0, {here!r})
-from aegis import Heartbeat, append
+from guard import Heartbeat, append
 heart, events = Heartbeat(0), {out!r} + "/events.jsonl"
 first = "start" not in open(events).read()
 append(events, dict(time=time.time(), what="start", step=0))
@@ -890,15 +561,8 @@ append(events, dict(time=time.time(), what="done", step=40))
 
 
 def demonstrate():
-    """The guard on made-up losses, then the watcher around a stand-in for a training that is killed once."""
-    import random
+    """The watcher around a stand-in for a training, which is killed once."""
     import tempfile
-    memory, noise = new_memory(), random.Random(0)
-    for step in range(60):
-        loss, norm = 3 - 0.01 * step + noise.gauss(0, 0.02), 0.4 + noise.gauss(0, 0.05)
-        loss, norm = {30: (math.nan, norm), 40: (loss + 2, norm), 50: (loss, 30.0)}.get(step, (loss, norm))
-        if reason := judge(memory, step, loss, norm, settled=step > 3):
-            print(f"guard   step {step}: {reason}: skipped")
     with tempfile.TemporaryDirectory() as folder:
         program, out = Path(folder) / "stand_in.py", str(Path(folder) / "run")
         program.write_text(STAND_IN.format(here=str(Path(__file__).parent), out=out))

@@ -36,8 +36,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import aegis  # noqa: E402
 import checkpoint  # noqa: E402
+from aegis import HANG, HANG_STEPS  # noqa: E402
+from guard import LEAST, read_events  # noqa: E402
+from probes import process  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "faults.json"
 STEPS, BATCH, PACE, SAVE = 200, 256, 0.02, 10      # PACE: seconds that every step sleeps
@@ -122,7 +124,7 @@ class Run:
             self.process = subprocess.Popen(self.watching, env=self.env, stdout=screen, stderr=screen, cwd=self.base)
 
     def events(self, since=0.0):
-        return [e for e in aegis.read_events(self.out) if e["time"] >= since]
+        return [e for e in read_events(self.out) if e["time"] >= since]
 
     def beats(self):
         """{rank: its heartbeat}"""
@@ -137,7 +139,7 @@ class Run:
     def step(self):
         """The step that all ranks are at, in the midst of training; None while they are not."""
         beats = self.beats()
-        ready = len(beats) == 2 and all(b["what"] == "step" and aegis.process(b["pid"]) for b in beats.values())
+        ready = len(beats) == 2 and all(b["what"] == "step" and process(b["pid"]) for b in beats.values())
         return min(b["step"] for b in beats.values()) if ready else None
 
     def saved(self):
@@ -330,7 +332,7 @@ def fits(kind, step):
     starts = (0, 110, 160, STEPS)
     begin, end = next((a, b) for a, b in zip(starts, starts[1:]) if a <= step < b)
     if kind in (corrupt_batch, corrupt_stretch):
-        return begin + aegis.LEAST + 15 < step < end - 12
+        return begin + LEAST + 15 < step < end - 12
     return 25 < step < STEPS - 30
 
 
@@ -360,9 +362,10 @@ def inject(run, kind):
     found = names(events)
     first = [e["time"] for e in events if e.get("fault", e["what"]) in expected]
     if kind is hang and (allowed := re.search(r"allowed ([\d.]+) s", json.dumps(events))):
-        median = (float(allowed[1]) - aegis.HANG) / aegis.HANG_STEPS
+        median = (float(allowed[1]) - HANG) / HANG_STEPS
         row["budget_s"] = round(5 * median + 1, 3)      # what a hang's detection may take
-    row.update(named=sorted(found), classes=sorted(set(found.values())), detect_s=round(first[0] - t0, 3) if first else None,
+    row.update(named=sorted(found), classes=sorted(set(found.values())),
+               detect_s=round(first[0] - t0, 3) if first else None,
                right=set(found) == expected and set(found.values()) == {kind_class})
     if kind is disk_full:
         run.start()
@@ -498,8 +501,8 @@ def tally():
     good, dead = sum(map(passed, rows)), [r["detect_s"] for r in rows if r["kind"].startswith("kill_") and r["detect_s"]
                                           and "aegis" not in r["kind"]]
     lines += [f"| all | {len(rows)} | {good} | | | |", "",
-              f"A dead process was noticed and named after {statistics.median(dead):.2f} s (median of {len(dead)}, longest "
-              f"{max(dead):.2f} s)."]
+              f"A dead process was noticed and named after {statistics.median(dead):.2f} s (median of {len(dead)}, "
+              f"longest {max(dead):.2f} s)."]
     if hangs := [r["detect_s"] / r["budget_s"] for r in rows if r.get("budget_s") and r["detect_s"]]:
         lines[-1] += (f" A hang took {statistics.median(hangs):.2f} of the allowed five median steps and a second "
                       f"(longest {max(hangs):.2f}).")
