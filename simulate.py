@@ -1,5 +1,4 @@
-"""Simulates a training run at scale: how long a step takes when nodes straggle, and how much of the time
-survives failures.
+"""A training run at scale: how long a step takes when nodes straggle, how much of the time survives failures.
 
   step(n)   = slowest node's forward and backward, the all-reduce that backward does not hide, optimizer
   goodput   = time of steps that were kept / time that passed
@@ -23,8 +22,7 @@ exponential failures, M = mtbf / n:
        sqrt(2 save M) (1 + sqrt(save/2M)/3 + save/18M) - save, or M if save > 2M    Daly 2006, eq. 37
 
 The simulation draws failures (Weibull: shape below 1 means that they come in clusters) and does not use (2);
-the tests hold it to (2) and (3) where these are exact. Papers: ZAYA1, arXiv 2511.17127 (the
-network, resilience).
+the tests hold it to (2) and (3) where these are exact. Paper: ZAYA1, arXiv 2511.17127 (network, resilience).
 
 Left out: failures of a part of the network that only slow it, silent errors, spare nodes that are not there,
 the gather of Muon's updates overlapping with anything. Weak scaling: each GPU keeps its tokens, so the batch
@@ -72,10 +70,9 @@ def bucket_seconds(job, size, gpus):
 
 
 def finish(job, gpus, slowest=1.0):
-    """Seconds from a step's start to its last reduced bucket, when the slowest node needs `slowest` times its
-    normal compute.
+    """Seconds from a step's start to its last reduced bucket.
 
-    slowest: a number, or an array with one for each simulated step.
+    slowest: how many times its normal compute the slowest node needs; a number, or one for each step.
     """
     count = max(1, math.ceil(job.gradients / job.bucket))
     each = bucket_seconds(job, job.gradients / count, gpus)
@@ -98,8 +95,7 @@ def simulate_steps(job, gpus, steps=400, seed=0):
 
 
 def simulate_failures(job, gpus, interval, failures=20_000, seed=0):
-    """Goodput: kept work over time, with a checkpoint every `interval` seconds of work, over `failures`
-    drawn failures."""
+    """Goodput, kept work over time: a checkpoint every `interval` seconds of work, failures drawn."""
     mean, random = job.mtbf / gpus, np.random.default_rng(seed)
     between = random.weibull(job.shape, failures) * mean / math.gamma(1 + 1 / job.shape)
     segments = np.floor(np.maximum(between - job.restart, 0) / (interval + job.save))
@@ -130,16 +126,14 @@ def daly(job, gpus):
 
 
 def best_interval(job, gpus, seed=0):
-    """(interval, goodput) of the best of 61 intervals around Young's, simulated with the same failures
-    for each."""
+    """(interval, goodput) of the best of 61 intervals around Young's, all with the same failures."""
     middle = young(job, gpus)
     tried = [middle * 10 ** (i / 30) for i in range(-30, 31)]
     return max(((t, simulate_failures(job, gpus, t, seed=seed)) for t in tried), key=lambda pair: pair[1])
 
 
 def scale(job, gpus_list=GPUS, seed=0):
-    """One row for each number of GPUs: step and its parts (s), failures a day, intervals (s), goodput, and
-    what all of it leaves.
+    """One row for each number of GPUs: step and its parts (s), failures a day, intervals (s), goodput.
 
     efficiency: kept work of one GPU over that of a GPU alone which never fails or waits.
     """
@@ -149,28 +143,23 @@ def scale(job, gpus_list=GPUS, seed=0):
         interval, kept = best_interval(job, gpus, seed)
         calm = float(finish(job, gpus))
         rows.append(dict(gpus=gpus, step=step, exposed=calm - job.forward - job.backward,
-                         straggling=step - calm - job.after,
-                         failures_a_day=86400 * gpus / job.mtbf, interval=interval, young=young(job, gpus),
-                         daly=daly(job, gpus),
-                         goodput=kept, closed_form=goodput(job, gpus, interval),
-                         efficiency=kept * alone / step))
+                         straggling=step - calm - job.after, failures_a_day=86400 * gpus / job.mtbf,
+                         interval=interval, young=young(job, gpus), daly=daly(job, gpus), goodput=kept,
+                         closed_form=goodput(job, gpus, interval), efficiency=kept * alone / step))
     return rows
 
 
 def job_of(p, cfg):
-    """The Job of a plan (plan.plan's figures): what one GPU computes, the links, how long a checkpoint
-    takes."""
+    """The Job of a plan (plan.plan's figures), for any number of GPUs: the shared-out optimizer is that of
+    cfg.gpus, the links are those of a whole node of this card."""
     compute = p["products_s"] + p["elementwise_s"]
-    # At any number of GPUs: the shared-out optimizer as planned for cfg.gpus, and links as of a whole node of
-    # this card.
     link = p["link"] or 0
     inside = link * (cfg.gpus_per_node - 1 if p["mesh"] else 1)
     return Job(forward=compute - p["backward_s"], backward=p["backward_s"],
                after=p["newton_schulz_s"] + p["optimizer_s"] + p["gather_s"],
                gradients=4 * p["total"], bucket=p["bucket"], inside=inside or math.inf, between=p["nic"],
-               per_node=cfg.gpus_per_node,
-               latency=p["latency"], mtbf=cfg.mtbf_hours * 3600, save=p["save_s"] + cfg.stall,
-               restart=cfg.restart)
+               per_node=cfg.gpus_per_node, latency=p["latency"], mtbf=cfg.mtbf_hours * 3600,
+               save=p["save_s"] + cfg.stall, restart=cfg.restart)
 
 
 def table(rows):
@@ -178,21 +167,18 @@ def table(rows):
             " (eq. 2)  efficiency")
     return "\n".join([head] + [
         f"{r['gpus']:9,} {r['step']:8.3f}s {r['exposed']:8.3f}s {r['straggling']:9.3f}s "
-        f"{r['failures_a_day']:13.2f} {r['interval']:9.0f}s "
-        f"{r['young']:8.0f}s {r['daly']:7.0f}s {r['goodput']:9.2%} {r['closed_form']:8.2%} "
-        f"{r['efficiency']:11.1%}" for r in rows])
+        f"{r['failures_a_day']:13.2f} {r['interval']:9.0f}s {r['young']:8.0f}s {r['daly']:7.0f}s "
+        f"{r['goodput']:9.2%} {r['closed_form']:8.2%} {r['efficiency']:11.1%}" for r in rows])
 
 
 def draw(job, rows, file):
-    """Goodput and efficiency over GPUs; goodput over the checkpoint interval at three sizes, with Young's
-    choice marked."""
+    """Goodput and efficiency over GPUs; goodput over the checkpoint interval at three sizes."""
     from measure import pyplot
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     gpus = [r["gpus"] for r in rows]
     left.plot(gpus, [100 * r["goodput"] for r in rows], "o-", label="goodput (failures, checkpoints)")
-    left.plot(gpus, [100 * r["efficiency"] for r in rows], "s-", label="efficiency (links and stragglers "
-                                                                       "too)")
+    left.plot(gpus, [100 * r["efficiency"] for r in rows], "s-", label="efficiency (links, stragglers too)")
     left.set(xscale="log", xlabel="GPUs", ylabel="%", ylim=(0, 103), title="What is left of the time")
     left.legend(loc="lower left")
     for n in (1024, 16_384, 100_000):
@@ -215,9 +201,8 @@ def main(cfg, config):
     job = job_of(p, cfg)
     rows = scale(job)
     print(f"{cfg.preset} on {cfg.card_name}: {job.forward + job.backward:.3f} s of compute a step, "
-          f"{job.gradients / 1e9:.1f} GB of "
-          f"gradients; a GPU fails every {cfg.mtbf_hours:,.0f} h, a checkpoint takes {job.save:.2f} s, a "
-          f"restart {job.restart:.0f} s")
+          f"{job.gradients / 1e9:.1f} GB of gradients; a GPU fails every {cfg.mtbf_hours:,.0f} h, "
+          f"a checkpoint takes {job.save:.2f} s, a restart {job.restart:.0f} s")
     print(table(rows))
     try:
         draw(job, rows, Path("simulate.png"))
@@ -228,8 +213,8 @@ def main(cfg, config):
 
 def demo():
     job = Job(forward=0.3, backward=0.3, after=0.05, gradients=35e9)
-    print(f"a step of 0.65 s of compute with 35 GB of gradients, {job.straggle:.0%} straggling, one failure "
-          f"in 50,000 GPU hours:")
+    print(f"a step of 0.65 s of compute with 35 GB of gradients, {job.straggle:.0%} straggling, "
+          "one failure in 50,000 GPU hours:")
     print(table(scale(job)))
 
 

@@ -13,20 +13,16 @@ balancing biases, log. Which samples a step reads depends on (seed, phase, sampl
 number of ranks, so a run may be resumed on another number.
 """
 
-import csv
-import ctypes
 import dataclasses
 import gc
 import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -38,116 +34,13 @@ import data
 import guard
 import kernels_hip
 import optim
-from model import PRESETS, ZAYA, ZAYAConfig, require
-from plan import CARDS
+from log import Log, balance_columns, describe, flops_per_token, mfu, residual_columns
+from model import PRESETS, ZAYAConfig, require
+from prepare import (build_model, complete, flag, open_sources, pick_device, resolve_compile, run_folder,
+                     saved_config)
 from recipe import PUBLISHED_RANKS, TrainConfig, micro_steps, plan, print_plan
-from router import Balancer, balance_health
+from router import Balancer
 from sample import generate
-from speaker import newest_run
-
-
-# -------------------------------------------------------------------------------- the parts of a run
-
-def open_sources(cfg, phases):
-    """Dataset per source name of --data, and one training stream per phase. Raises ValueError for names the
-    mix lacks."""
-    parts = cfg.data.split(",") if "=" in cfg.data else [f"text={cfg.data}"]
-    paths = dict(part.split("=", 1) for part in parts)
-    first = data.load(next(iter(paths.values())), cfg.tokenizer)
-    sets = {
-        name: first if i == 0 else data.load(path, first.tokenizer.spec)
-        for i, (name, path) in enumerate(paths.items())
-    }
-    streams = []
-    for _, _, p in phases:
-        mix = p.mix if len(sets) > 1 else dict.fromkeys(sets, 1.0)      # a single source serves every phase
-        missing = sorted(set(mix) - set(sets))
-        require(
-            not missing, f"phase {p.name!r} mixes {', '.join(mix)}, but --data names no {', '.join(missing)}"
-        )
-        stream = (
-            data.Mix([sets[n].train for n in mix], list(mix.values()))
-            if len(mix) > 1
-            else sets[next(iter(mix))].train
-        )
-        data.check_length(stream, p.seq_len, f"the training part of {cfg.data}")
-        data.check_length(first.val, p.seq_len, f"the validation part of {cfg.data}")
-        streams.append(stream)
-    return first, streams
-
-
-def pick_device(cfg, local_rank):
-    """torch.device and compute dtype, as the flags and the machine allow."""
-    require(cfg.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch sees no GPU")
-    kind = cfg.device if cfg.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cpu":
-        torch.set_flush_denormal(True)      # a denormal costs a CPU a hundred times a normal number
-        keep_freed_memory()
-        return torch.device("cpu"), torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
-    torch.cuda.set_device(local_rank)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    return torch.device("cuda", local_rank), torch.float32 if cfg.dtype == "float32" else torch.bfloat16
-
-
-def keep_freed_memory():
-    """glibc returns large freed blocks to the system at once, and every step would fault its activations in
-    again."""
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(-1, 2**31 - 1)         # M_TRIM_THRESHOLD
-        libc.mallopt(-3, 2**31 - 1)         # M_MMAP_THRESHOLD
-
-
-def build_model(cfg, device):
-    """The model on its device, the same on every rank: initialised from the seed, or from --init."""
-    torch.manual_seed(cfg.seed)
-    model = ZAYA(cfg.model)
-    if cfg.init:
-        load_weights(model, cfg.init)
-    model.recompute = cfg.recompute
-    return model.to(device)
-
-
-def load_weights(model, path):
-    """Fill a model from an exported file or a run. Raises ValueError that lists every name or shape that does
-    not fit."""
-    _, weights = checkpoint.load_weights(path)
-    own = model.state_dict()
-    wrong = [f"{n} missing" for n in own.keys() - weights.keys()] + [
-        f"{n} unknown" for n in weights.keys() - own.keys()
-    ]
-    wrong += [f"{n} is {tuple(w.shape)}, the model wants {tuple(own[n].shape)}"
-              for n, w in weights.items() if n in own and w.shape != own[n].shape]
-    require(not wrong, f"{path} is of another configuration: {'; '.join(sorted(wrong)[:8])}")
-    model.load_state_dict(weights)
-
-
-def resolve_compile(cfg, steps):
-    """Whether to compile, and why; tried on a small function first, since a compiler may be there and not
-    work."""
-    if cfg.compile == "off" or (cfg.compile == "auto" and steps < 200):
-        return False, "off" if cfg.compile == "off" else "off (the run is short)"
-    try:
-        torch.compile(lambda x: x.sin() + 1)(torch.ones(3))
-        return True, "on"
-    except Exception as error:  # whatever the compiler's trouble is: a run without it gives the same numbers
-        reason = f"no working compiler: {str(error).strip().splitlines()[0][:80]}"
-        require(cfg.compile == "auto", f"--compile on: {reason}")
-        return False, f"off ({reason})"
-
-
-def flops_per_token(model, seq_len):
-    """Forward and backward: 6 for each active weight (the head counts, the lookup does not), and attention's
-    products."""
-    c = model.config
-    attention = 6 * c.num_blocks * c.num_heads * c.head_dim * seq_len       # causal: half of 12
-    return 6 * model.num_parameters(active=True) + attention
-
-
-def mfu(flops_per_second, device, world):
-    """Model FLOPs utilisation as text, "n/a" on a device whose peak is not listed."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak = next((card.peak for key, card in CARDS.items() if key in name), None)
-    return f"{flops_per_second / world / peak:.1%}" if peak else "n/a"
 
 
 @torch.no_grad()
@@ -162,9 +55,8 @@ def evaluate(model, tokens, seq_len, limit, rank, world, autocast):
     size = max(1, 4096 // seq_len)
     mine = starts[rank::world]
     for i in range(0, len(mine), size):
-        rows = torch.stack(
-            [torch.as_tensor(tokens[s : s + seq_len + 1].astype("int64")) for s in mine[i : i + size]]
-        ).to(device)
+        windows = [torch.as_tensor(tokens[s:s + seq_len + 1].astype("int64")) for s in mine[i:i + size]]
+        rows = torch.stack(windows).to(device)
         with autocast():
             loss = model(rows[:, :-1], rows[:, 1:])[1]
         total += torch.tensor([loss.item() * len(rows), len(rows)], dtype=torch.float64, device=device)
@@ -172,28 +64,6 @@ def evaluate(model, tokens, seq_len, limit, rank, world, autocast):
         dist.all_reduce(total)
     model.train()
     return (total[0] / total[1]).item()
-
-
-@torch.no_grad()
-def residual_rms(model, tokens):
-    """Root mean square of the residual stream behind each block, for tokens (1, T): a list of floats."""
-    seen = []
-    hooks = [b.register_forward_hook(lambda block, given, out: seen.append(out[0].square().mean().sqrt()))
-             for b in model.blocks]
-    try:
-        model.hidden(tokens)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [rms.item() for rms in seen]
-
-
-def mean_scales(model, name):
-    """Mean of each block's two vectors `name` of residual scaling (attention's, MoE's), as text by block."""
-    if not model.config.residual_scaling:
-        return ""
-    pairs = [(b.post_attention_residual_scale, b.post_mlp_residual_scale) for b in model.blocks]
-    return "|".join(" ".join(f"{getattr(s, name).mean():.4f}" for s in pair) for pair in pairs)
 
 
 class Stop:
@@ -220,63 +90,6 @@ class Stop:
             signal.signal(number, handler)
 
 
-class Log:
-    """log.csv (a row a logged step), events.jsonl (what happened, a JSON line each) and the screen; only rank
-    0 writes."""
-
-    def __init__(self, out, rank, header, step=0):
-        """header: one JSON comment that says what made the log. step: see `rewind`."""
-        self.out, self.rank, self.header, self.table = out, rank, header, out / "log.csv"
-        self.rewind(step)
-
-    def rewind(self, step):
-        """Drops the rows past this step: they will be made again."""
-        if self.rank == 0:
-            old = self.table.read_text() if self.table.exists() else f"# {json.dumps(self.header)}"
-            kept = [row for row in old.splitlines() if not row[:1].isdigit() or int(row.split(",")[0]) <= step]
-            self.table.write_text("\n".join(kept) + "\n")
-            self.titled = len(kept) > 1
-
-    def say(self, text):
-        if self.rank == 0:
-            tqdm.write(text)
-
-    def event(self, what, **facts):
-        if self.rank == 0:
-            record = {"time": round(time.time(), 3), "rank": 0, "what": what, **facts}
-            guard.append(self.out / "events.jsonl", record)
-
-    def row(self, row):
-        if self.rank == 0:
-            with open(self.table, "a", newline="") as file:
-                writer = csv.DictWriter(file, row, lineterminator="\n")
-                if not self.titled:
-                    writer.writeheader()
-                    self.titled = True
-                writer.writerow(row)
-
-
-def describe(cfg, device):
-    """What made a log: versions, device, commit, configuration."""
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"cpu, {torch.get_num_threads()} threads"
-    )
-    return {
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "device": name,
-        "commit": git.stdout.strip() or None,
-        "config": dataclasses.asdict(cfg),
-    }
-
-
-# -------------------------------------------------------------------------------- the run
-
 class Run:
     """Everything a run consists of, made from its configuration: plan, data, model, optimizers, log,
     checkpoints."""
@@ -290,9 +103,8 @@ class Run:
         for _, _, p in self.phases:
             micro_steps(p, world, cfg.micro_tokens)     # refuses what does not divide
         self.device, dtype = pick_device(cfg, local_rank)
-        self.autocast = lambda: (
-            torch.autocast(self.device.type, dtype) if dtype == torch.bfloat16 else nullcontext()
-        )
+        half = dtype == torch.bfloat16
+        self.autocast = lambda: torch.autocast(self.device.type, dtype) if half else nullcontext()
         self.dataset, self.streams = open_sources(cfg, self.phases)
         cfg.model = complete(cfg, self.phases, self.dataset.tokenizer)
         self.out = run_folder(cfg, rank, world)
@@ -313,32 +125,21 @@ class Run:
         self.ddp = self.model
         if world > 1:
             ids = [local_rank] if self.device.type == "cuda" else None
-            self.ddp = torch.nn.parallel.DistributedDataParallel(
-                self.model,
-                ids,
-                broadcast_buffers=False,
-                gradient_as_bucket_view=True,       # or every gradient would exist twice
-            )
+            self.ddp = torch.nn.parallel.DistributedDataParallel(   # bucket view: or each gradient exists twice
+                self.model, ids, broadcast_buffers=False, gradient_as_bucket_view=True)
         self.introduce(dtype, why)
 
     def describe_itself(self):
-        """config.json and tokenizer.json, once all is known to fit: what another process needs to go on or to
-        sample."""
+        """config.json and tokenizer.json, once all is known to fit: what is needed to go on or to sample."""
         spec = self.dataset.tokenizer.save(self.out / "tokenizer.json")
-        saved = {
-            **dataclasses.asdict(self.cfg),
-            "out": str(self.out),
-            "tokenizer_file": spec.partition(":")[0],
-        }
+        saved = dataclasses.asdict(self.cfg)
+        saved.update(out=str(self.out), tokenizer_file=spec.partition(":")[0])
         (self.out / "config.json").write_text(json.dumps(saved, indent=1))
 
     def introduce(self, dtype, compiled):
         say, model, first = self.log.say, self.model, self.phases[0][2]
-        say(
-            f"run     {self.out}: {self.steps} steps of {first.batch_tokens:,} tokens, {len(self.phases)} "
-            f"phases, "
-            f"{self.world} process" + "es" * (self.world > 1)
-        )
+        say(f"run     {self.out}: {self.steps} steps of {first.batch_tokens:,} tokens, {len(self.phases)} "
+            f"phases, {self.world} process" + "es" * (self.world > 1))
         say(f"data    {self.dataset.name}: {len(self.dataset.train):,} + {len(self.dataset.val):,} tokens, "
             f"{self.dataset.bytes_per_token:.2f} bytes a token")
         total, active = model.num_parameters(), model.num_parameters(active=True)
@@ -347,17 +148,15 @@ class Run:
 
     def state(self):
         """What a checkpoint holds: nested dict of tensors and numbers, by name."""
-        names = dict((p, name) for name, p in self.model.named_parameters())
-        names.update(
-            (r.balancing_biases, f"blocks.{i}.balancing_biases") for i, r in enumerate(self.balancer.routers)
-        )
+        names = {p: name for name, p in self.model.named_parameters()}
+        names |= {router.balancing_biases: f"blocks.{i}.balancing_biases"
+                  for i, router in enumerate(self.balancer.routers)}
         state = {"model": self.model.state_dict(), "progress": self.progress,
                  "balancer": optim.adam_state(self.balancer.optimizer, names)}
         for optimizer in self.optimizers:
             muon = isinstance(optimizer, optim.Muon)
-            state["muon" if muon else "adamw"] = (
-                optimizer.named_state() if muon else optim.adam_state(optimizer, names)
-            )
+            state["muon" if muon else "adamw"] = (optimizer.named_state() if muon
+                                                  else optim.adam_state(optimizer, names))
         return state
 
     def newest(self):
@@ -371,11 +170,8 @@ class Run:
         """With --resume auto: continue from the newest whole checkpoint, if there is one."""
         path = self.newest() if self.cfg.resume else None
         kept = self.cfg.resume and any((self.out / "checkpoints").glob("step_*[0-9]"))
-        require(
-            path or not kept,
-            f"{self.out}: every checkpoint is damaged, so there is nothing to go on from; "
-            "start anew with another --out",
-        )
+        require(path or not kept, f"{self.out}: every checkpoint is damaged, so there is nothing to go on "
+                                  "from; start anew with another --out")
         if path:
             saved = json.loads((self.out / "config.json").read_text())["tokenizer_file"]
             before = data.get_tokenizer(f"{saved}:{self.out / 'tokenizer.json'}")
@@ -407,9 +203,8 @@ class Run:
         for micro in range(count):
             batch = step - first + self.progress["shift"]       # going back steps past data
             sample = batch * (p.batch_tokens // p.seq_len) + (micro * self.world + self.rank) * size
-            x, y = data.windows(
-                self.streams[index], range(sample, sample + size), p.seq_len, self.cfg.seed + index
-            )
+            samples = range(sample, sample + size)
+            x, y = data.windows(self.streams[index], samples, p.seq_len, self.cfg.seed + index)
             self.ddp.require_backward_grad_sync = micro == count - 1        # DDP reads it in the forward
             with self.autocast():
                 loss = self.ddp(x.to(self.device), y.to(self.device))[1] / count
@@ -420,8 +215,8 @@ class Run:
         return total
 
     def update(self, step, loss):
-        """Guard, clip, optimizers, balancing. Returns (learning rate, loss over all ranks, gradient norm, loads
-        (blocks, C), or None if skipped)."""
+        """Guard, clip, optimizers, balancing. Returns (learning rate, loss over all ranks, gradient norm,
+        loads (blocks, C), or None if skipped)."""
         _, first, steps, p = self.phase(step)
         lr = optim.lr_at((step - first + 1) / steps, p.lr, p.lr_end, p.warmup)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip, foreach=True)
@@ -446,8 +241,8 @@ class Run:
         self.log.say(f"guard   step {facts['step']}: {evidence}: {action}")
 
     def trouble(self, load, inspect):
-        """(why to go back to a checkpoint, whether the data is to blame), or None. load: of this step. inspect:
-        look at the weights and at the experts' loads too."""
+        """(why to go back to a checkpoint, whether the data is to blame), or None. load: of this step.
+        inspect: look at the weights and at the experts' loads too."""
         if load is not None:
             self.loads.add(load)
         bad = len(self.progress["guard"]["bad"])
@@ -470,7 +265,8 @@ class Run:
             self.tell("gave_up", reason, why)
             raise guard.GaveUp(f"{reason} at step {here}, and {why}: lower --lr, or look at the data; the "
                                f"checkpoints in {self.out} are from before")
-        counts = {"roll_backs": memory["roll_backs"] + 1, "furthest": max(memory["furthest"], here), "bad": []}
+        counts = {"roll_backs": memory["roll_backs"] + 1, "bad": [],
+                  "furthest": max(memory["furthest"], here)}
         checkpoint.load(path, self.state())
         self.progress["guard"].update(counts)
         self.progress["shift"] = shift + (here - self.progress["step"]) * past_data
@@ -487,49 +283,30 @@ class Run:
         if step == first or announce:
             self.model.config.rope_theta = p.rope_theta
             self.log.event("phase", step=step, name=p.name, seq_len=p.seq_len, rope_theta=p.rope_theta)
-            self.log.say(
-                f"phase   {p.name}: context {p.seq_len}, RoPE base {p.rope_theta:g}, to step {first + steps}"
-            )
+            self.log.say(f"phase   {p.name}: context {p.seq_len}, RoPE base {p.rope_theta:g}, "
+                         f"to step {first + steps}")
         return p
-
-    def residual(self, p):
-        """RMS of the residual stream by block, over the first row of the validation part, as text."""
-        row = torch.as_tensor(self.dataset.val[: p.seq_len].astype("int64"), device=self.device)[None]
-        with self.autocast():
-            return "|".join(f"{rms:.4g}" for rms in residual_rms(self.model, row))
 
     def report(self, p, lr, loss, norm, load, val, seconds):
         """One line on the screen and the same row in log.csv."""
-        rate = p.batch_tokens / seconds
-        load = torch.zeros(1, self.cfg.model.num_classes) if load is None else load.cpu()
-        health = balance_health(load, self.cfg.model.num_experts)
+        rate, config = p.batch_tokens / seconds, self.cfg.model
+        load = torch.zeros(config.num_blocks, config.num_classes) if load is None else load.cpu()
+        one_row = torch.as_tensor(self.dataset.val[:p.seq_len].astype("int64"), device=self.device)[None]
+        with self.autocast():
+            residual = residual_columns(self.model, one_row)
         row = {
-            "step": self.progress["step"],
-            "tokens": self.progress["tokens"],
-            "phase": p.name,
-            "lr": f"{lr:.6g}",
-            "train_loss": f"{loss:.5f}",
-            "val_loss": "" if val is None else f"{val:.5f}",
+            "step": self.progress["step"], "tokens": self.progress["tokens"], "phase": p.name,
+            "lr": f"{lr:.6g}", "train_loss": f"{loss:.5f}", "val_loss": "" if val is None else f"{val:.5f}",
             "val_bits_per_byte": "" if val is None else f"{self.bits_per_byte(val):.5f}",
-            "grad_norm": f"{norm:.4g}",
-            "step_ms": f"{seconds * 1e3:.1f}",
-            "tokens_per_s": f"{rate:.0f}",
+            "grad_norm": f"{norm:.4g}", "step_ms": f"{seconds * 1e3:.1f}", "tokens_per_s": f"{rate:.0f}",
             "mfu": mfu(rate * flops_per_token(self.model, p.seq_len), self.device, self.world),
-            "load_max": f"{health['load_max'].max():.3f}",
-            "load_entropy": f"{health['entropy'].mean():.4f}",
-            "skip_share": f"{health['skip'].mean():.4f}",
-            # by block and class
-            "load": "|".join(" ".join(map(str, counts)) for counts in load.int().tolist()),
-            "residual_rms": self.residual(p),
-            "residual_scale": mean_scales(self.model, "residual_scale"),
-            "hidden_states_scale": mean_scales(self.model, "hidden_states_scale"),
+            **balance_columns(load, config.num_experts), **residual,
         }
         self.log.row(row)
         shown = f" val {val:.3f} ({self.bits_per_byte(val):.3f} bits/byte)" if val is not None else ""
-        self.log.say(
-            f"step {row['step']:5d} loss {loss:.3f}{shown} lr {lr:.2g} norm {norm:.2f} {seconds * 1e3:.0f} "
-            f"ms {rate:.0f} tok/s mfu {row['mfu']} load {row['load_max']} skip {row['skip_share']}"
-        )
+        self.log.say(f"step {row['step']:5d} loss {loss:.3f}{shown} lr {lr:.2g} norm {norm:.2f} "
+                     f"{seconds * 1e3:.0f} ms {rate:.0f} tok/s mfu {row['mfu']} load {row['load_max']} "
+                     f"skip {row['skip_share']}")
 
     def bits_per_byte(self, nats_per_token):
         return nats_per_token / math.log(2) / self.dataset.bytes_per_token
@@ -547,21 +324,14 @@ class Run:
         step, tokens = self.progress["step"], self.progress["tokens"]
         self.log.event("stopped" if stopped else "done", step=step, val_loss=val)
         if stopped:
-            self.log.say(
-                f"stopped at step {step}; go on with: python train.py --resume auto --out {self.out}"
-            )
+            again = f"python train.py --resume auto --out {self.out}"
+            self.log.say(f"stopped at step {step}; go on with: {again}")
         else:
             self.heart.beat("sample")
             self.sample()
             self.log.say(f"done    {step} steps, {tokens:,} tokens, validation {val:.4f} nats a token, "
                          f"{self.bits_per_byte(val):.4f} bits a byte")
-        return {
-            "step": step,
-            "train_loss": loss,
-            "val_loss": val,
-            "tokens": tokens,
-            "out": str(self.out),
-        }
+        return {"step": step, "train_loss": loss, "val_loss": val, "tokens": tokens, "out": str(self.out)}
 
     def evaluate(self, limit):
         """Validation loss at the context of the phase just trained, in nats a token."""
@@ -581,40 +351,6 @@ class Run:
             self.log.say("-" * 40 + "\ndef " + tokenizer.decode(new) + "\n" + "-" * 40)
 
 
-def complete(cfg, phases, tokenizer):
-    """The model's shape with what data and phases decide: vocabulary (a multiple of 64), context, RoPE
-    base."""
-    longest = max(p.seq_len for _, _, p in phases)
-    return dataclasses.replace(
-        cfg.model or ZAYAConfig.preset(cfg.preset),
-        vocab_size=-(-tokenizer.vocab_size // 64) * 64,
-        max_seq_len=longest,
-        rope_theta=phases[-1][2].rope_theta,
-    )
-
-
-def run_folder(cfg, rank, world):
-    """The run's folder, made; its configuration and tokenizer go there. Raises ValueError where another run
-    would be lost."""
-    found = [cfg.out]
-    if rank == 0 and cfg.out is None:
-        last = newest_run("runs")
-        found = [last if last and cfg.resume else Path("runs") / f"{int(last.name) + 1 if last else 1:03d}"]
-    if world > 1:
-        dist.broadcast_object_list(found)
-    out = Path(found[0])
-    if rank == 0 and not cfg.resume:
-        if (out / "log.csv").exists():
-            raise ValueError(f"{out} holds a run already: go on with --resume auto, or take another --out")
-        require(not out.is_dir() or not any(out.iterdir()), f"--out {out} is not empty: take another folder")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {out} cannot be made: {error.strerror}") from None
-    require(os.access(out, os.W_OK), f"--out {out} is not writable: take another folder")
-    return out
-
-
 def train(cfg):
     """One run, start to end. cfg: TrainConfig. Returns dict(step, train_loss, val_loss (nats a token),
     tokens, out).
@@ -625,8 +361,8 @@ def train(cfg):
     rank, world, local_rank = (int(os.environ.get(name, default)) for name, default in
                                (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     if world > 1:
-        # The optimizers import this. Imported while a process group exists it keeps the group for ever, and gloo's
-        # threads, still alive when the interpreter ends, abort it about every twentieth time.
+        # The optimizers import this. Imported while a process group exists it keeps the group for ever, and
+        # gloo's threads, still alive when the interpreter ends, abort it about every twentieth time.
         import torch._dynamo  # noqa: F401
         # the long time-out: a short break of the network should not kill a run of weeks
         dist.init_process_group("nccl" if torch.cuda.is_available() and cfg.device != "cpu" else "gloo",
@@ -645,12 +381,8 @@ def loop(run):
     cfg, progress, beat = run.cfg, run.progress, run.heart.beat
     stop, loss, val, entered = Stop(run.world), None, None, None
     run.log.event("start", step=progress["step"], steps=run.steps, world=run.world)
-    bar = tqdm(
-        total=run.steps,
-        initial=progress["step"],
-        unit="step",
-        disable=run.rank > 0 or not sys.stderr.isatty(),
-    )
+    bar = tqdm(total=run.steps, initial=progress["step"], unit="step",
+               disable=run.rank > 0 or not sys.stderr.isatty())
     due = lambda every: bool(every) and progress["step"] % every == 0
     try:
         while progress["step"] < run.steps and not stop.agreed(run.device):
@@ -699,21 +431,13 @@ def main(argv):
     """The command line. With --resume, the run's own configuration takes the place of the defaults."""
     saved = saved_config(argv)
     model = saved.pop("model", None) or PRESETS.get(flag(argv, "--preset") or "laptop", {})
-    cfg, cfg.model = command_line.parse(
-        "train.py",
-        __doc__,
-        argv,
-        TrainConfig,
-        ZAYAConfig,
-        **{**saved, **model},
-        # data and phases set them
-        without=("vocab_size", "max_seq_len", "rope_theta"),
-    )
+    decided = ("vocab_size", "max_seq_len", "rope_theta")       # by data and phases
+    cfg, cfg.model = command_line.parse("train.py", __doc__, argv, TrainConfig, ZAYAConfig, without=decided,
+                                        **{**saved, **model})
     if cfg.dry_run:
         cfg.model = dataclasses.replace(cfg.model, max_seq_len=max(p.seq_len for _, _, p in plan(cfg)))
-        return print_plan(
-            cfg, plan(cfg), int(os.environ.get("WORLD_SIZE", PUBLISHED_RANKS if cfg.recipe == "zaya1" else 1))
-        )
+        ranks = os.environ.get("WORLD_SIZE", PUBLISHED_RANKS if cfg.recipe == "zaya1" else 1)
+        return print_plan(cfg, plan(cfg), int(ranks))
     try:
         result = train(cfg)
     except guard.GaveUp as error:
@@ -721,34 +445,6 @@ def main(argv):
         sys.exit(guard.GAVE_UP)
     if int(os.environ.get("RANK", 0)) == 0:
         print(f"next: python sample.py --run {result['out']} --prompt 'class '")
-
-
-def flag(argv, name):
-    """Value of a flag that decides on the defaults of the others, before the real parse."""
-    for i, word in enumerate(argv):
-        if word.startswith(name + "="):
-            return word.split("=", 1)[1]
-        if word == name and i + 1 < len(argv):
-            return argv[i + 1]
-
-
-def read_json(file):
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged: {error}") from None
-
-
-def saved_config(argv):
-    """config.json of the run that --resume goes on with, as defaults; {} for a new run."""
-    out = flag(argv, "--out") or newest_run("runs")
-    file = Path(out or "") / "config.json"
-    if not flag(argv, "--resume") or out is None or not file.exists():
-        return {}
-    known = {f.name for f in dataclasses.fields(TrainConfig)} - {"resume", "init", "dry_run"}
-    return {name: value for name, value in read_json(file).items() if name in known} | {
-        "out": str(out)
-    }
 
 
 if __name__ == "__main__":
