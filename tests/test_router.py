@@ -49,6 +49,18 @@ def test_equal_shift_of_all_biases_changes_nothing(make, ids):
     assert not any("balancing" in name for name, _ in model.named_parameters())
 
 
+def test_bias_that_flips_no_choice_changes_nothing(make, ids):
+    """A softmax over p + bias would hide from an equal shift, and not from a shift of one class."""
+    model, tokens = make(skip_expert="off"), ids(2, 9)
+    before = model(tokens)[0]
+    for block in model.blocks:
+        block.mlp.gate.balancing_biases[2] += 10.0              # expert 2 wins everywhere
+    forced = model(tokens)[0]
+    for block in model.blocks:
+        block.mlp.gate.balancing_biases[torch.tensor([0, 1, 3])] += torch.tensor([0.3, -0.2, 0.1])
+    assert not torch.equal(before, forced) and torch.equal(forced, model(tokens)[0])
+
+
 def test_bias_decides_near_ties_and_ties_go_to_the_lower_index():
     p = torch.tensor([[0.30, 0.30, 0.25, 0.15], [0.30, 0.29, 0.26, 0.15]])
     assert choose(p, 1).tolist() == [[0], [0]]
@@ -172,8 +184,12 @@ def test_biases_stay_float32_through_casts(make, ids):
     before = biases(model).clone()
     train_once(model, Balancer(model, 1e-3), [ids(2, 9)])
     assert ((biases(model) - before)[:, :4].abs() > 5e-4).all(), "steps of 1e-3 must not be rounded away"
-    router = model.blocks[0].mlp.gate
-    assert router(torch.randn(3, 32, dtype=torch.bfloat16))[2].dtype == torch.float32
+    router, x = model.blocks[0].mlp.gate, torch.randn(3, 32, dtype=torch.bfloat16)
+    assert router(x)[2].dtype == torch.float32
+    p, _ = router.probabilities(x, None)
+    router.balancing_biases[:] = 1 - p[1].detach()             # token 1: all classes level, 3 ahead by less than
+    router.balancing_biases[3] += 1e-4                          # bfloat16 can show
+    assert router(x)[1][1].item() == 3
     with torch.no_grad():
         assert model(ids(1, 5))[0].isfinite().all()
 
