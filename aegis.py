@@ -364,6 +364,7 @@ class Watcher:
                 return Fault(what, "fatal", (words or [f"exit status {status}"])[-1][:300], advice, **facts)
         if code is not None and code < 0 and launcher:
             return Fault("launcher killed", "transient", f"signal {-code}", **facts)
+        codes = [c for c in codes if c != -signal.SIGTERM]      # what torchrun ends the others with
         if any(c < 0 for c in codes):
             killed = codes.count(-signal.SIGKILL)
             what = "rank crashed" if not killed else "rank killed" if killed < len(self.beats) or killed == 1 else (
