@@ -38,7 +38,6 @@ import os
 import pickle
 import re
 import shutil
-import sys
 import tempfile
 import time
 import warnings
@@ -51,6 +50,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
+
+import config
 
 MARKER = "COMPLETE"
 STEP = re.compile(r"step_\d+(\.tmp)?")
@@ -415,12 +416,12 @@ def list_checkpoints(path):
     if folder is None:
         raise FileNotFoundError(f"{path} is not the folder of a run")
     lines, found = [], _checkpoints(folder)
-    for marker, path in found:
-        size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
-        state = f"DAMAGED: {damage}" if (damage := _damage(path)) else "complete" + marker["best"] * ", best"
-        lines.append(f"step {int(path.stem[5:])}  {size:.1f} MB  {path.name}  {state}")
-    unfinished = sorted(set(folder.glob("step_*")) - {path for _, path in found})
-    return lines + [f"{path.name}  unfinished" for path in unfinished] or [f"{folder} holds no checkpoint"]
+    for marker, saved in found:
+        size = sum(file.stat().st_size for file in saved.iterdir()) / 1e6
+        state = f"DAMAGED: {damage}" if (damage := _damage(saved)) else "complete" + marker["best"] * ", best"
+        lines.append(f"step {int(saved.stem[5:])}  {size:.1f} MB  {saved.name}  {state}")
+    unfinished = sorted(set(folder.glob("step_*")) - {saved for _, saved in found})
+    return lines + [f"{half.name}  unfinished" for half in unfinished] or [f"{folder} holds no checkpoint"]
 
 
 def demo():
@@ -441,25 +442,20 @@ def demo():
         print(f"loaded {meta}: w is {state['model']['w'].unique().tolist()}, seen is {state['seen']}")
 
 
-def main():
+def main(argv):
     parser = argparse.ArgumentParser(description="Lists or exports a run's checkpoints; alone, shows itself.")
     parser.add_argument("run", nargs="?", help="a run's folder (for --export also one checkpoint)")
     parser.add_argument("--export", metavar="FILE", help="write the newest weights as one plain .pt")
-    args = parser.parse_args()
-    try:
-        if args.export and args.run is None:
-            raise ValueError("--export needs a run: python checkpoint.py RUN --export FILE")
-        elif args.export:
-            export(args.run, args.export)
-            print(f"{args.export}: {os.path.getsize(args.export) / 1e6:.1f} MB")
-        elif args.run:
-            print(*list_checkpoints(args.run), sep="\n")
-        else:
-            demo()
-    except (ValueError, OSError) as error:
-        print(f"checkpoint.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    args = parser.parse_args(argv)
+    if args.export and args.run is None:
+        raise ValueError("--export needs a run: python checkpoint.py RUN --export FILE")
+    if args.run is None:
+        return demo()
+    if not args.export:
+        return print(*list_checkpoints(args.run), sep="\n")
+    export(args.run, args.export)
+    print(f"{args.export}: {os.path.getsize(args.export) / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":
-    main()
+    config.run(main)

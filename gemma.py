@@ -24,11 +24,11 @@ Run: `python gemma.py PATH/tokenizer.json`.
 import hashlib
 import json
 import re
-import sys
 from pathlib import Path
 
 import tiktoken
 
+from config import run
 from tokenizer import Tokenizer, write_atomically
 
 SPACE = "\u2581"
@@ -150,12 +150,15 @@ def _rank_to_ids(text, vocab, byte_ids):
         return [byte_ids[byte] for byte in text]
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
-        print("usage: python gemma.py PATH/tokenizer.json (beside the ZAYA1 weights)", file=sys.stderr)
-        sys.exit(2)
-    tokenizer = GemmaTokenizer(sys.argv[1])
+def main(argv):
+    if len(argv) != 1 or not Path(argv[0]).is_file():
+        raise ValueError("usage: python gemma.py PATH/tokenizer.json (beside the ZAYA1 weights)")
+    tokenizer = GemmaTokenizer(argv[0])
     for text in ("Hello! How can I assist you today?", "    return x\n\n", "\u4f60\u597d", "<bos>"):
         ids = tokenizer.encode(text)
         print(f"{text!r:40} {ids}  " + "|".join(repr(tokenizer.decode([i]))[1:-1] for i in ids))
     print(f"control tokens only on request: {tokenizer.encode('<bos>', allow_special=True)}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -218,7 +218,6 @@ def main(argv):
             same = all(torch.equal(t, again[n]) for n, t in model.state_dict().items())
             print(describe(Path(folder, layout)).splitlines()[0])
             print(f"  every tensor back bit for bit: {same}")
-        print("names:", *list(tensor_map(model.config, "original").items())[3::17][:4], sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -85,18 +85,18 @@ def finish(job, gpus, slowest=1.0):
     return np.maximum(waiting, busy)
 
 
-def simulate_steps(job, gpus, steps=400, seed=0):
+def simulate_steps(job, gpus, steps=400):
     """Seconds of each of `steps` steps on `gpus` GPUs, (steps,) float64."""
     require(gpus >= 1, f"{gpus} GPUs: at least 1")
-    nodes, random = math.ceil(gpus / job.per_node), np.random.default_rng(seed)
+    nodes, random = math.ceil(gpus / job.per_node), np.random.default_rng(0)
     # The largest of m exponential draws, by inverting its distribution: no array of steps x nodes.
     slowest = -np.log1p(-random.random(steps) ** (1 / nodes)) * job.straggle
     return finish(job, gpus, 1 + slowest) + job.after
 
 
-def simulate_failures(job, gpus, interval, failures=20_000, seed=0):
+def simulate_failures(job, gpus, interval, failures=20_000):
     """Goodput, kept work over time: a checkpoint every `interval` seconds of work, failures drawn."""
-    mean, random = job.mtbf / gpus, np.random.default_rng(seed)
+    mean, random = job.mtbf / gpus, np.random.default_rng(0)
     between = random.weibull(job.shape, failures) * mean / math.gamma(1 + 1 / job.shape)
     segments = np.floor(np.maximum(between - job.restart, 0) / (interval + job.save))
     return segments.sum() * interval / between.sum()
@@ -125,22 +125,22 @@ def daly(job, gpus):
     return math.sqrt(2 * job.save * mean) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - job.save
 
 
-def best_interval(job, gpus, seed=0):
+def best_interval(job, gpus):
     """(interval, goodput) of the best of 61 intervals around Young's, all with the same failures."""
     middle = young(job, gpus)
     tried = [middle * 10 ** (i / 30) for i in range(-30, 31)]
-    return max(((t, simulate_failures(job, gpus, t, seed=seed)) for t in tried), key=lambda pair: pair[1])
+    return max(((t, simulate_failures(job, gpus, t)) for t in tried), key=lambda pair: pair[1])
 
 
-def scale(job, gpus_list=GPUS, seed=0):
+def scale(job):
     """One row for each number of GPUs: step and its parts (s), failures a day, intervals (s), goodput.
 
     efficiency: kept work of one GPU over that of a GPU alone which never fails or waits.
     """
     rows, alone = [], job.forward + job.backward + job.after
-    for gpus in gpus_list:
-        step = simulate_steps(job, gpus, seed=seed).mean()
-        interval, kept = best_interval(job, gpus, seed)
+    for gpus in GPUS:
+        step = simulate_steps(job, gpus).mean()
+        interval, kept = best_interval(job, gpus)
         calm = float(finish(job, gpus))
         rows.append(dict(gpus=gpus, step=step, exposed=calm - job.forward - job.backward,
                          straggling=step - calm - job.after, failures_a_day=86400 * gpus / job.mtbf,

@@ -1,5 +1,4 @@
-"""The real size on a small machine: writes a random ZAYA1-8B in bfloat16, loads it, decodes, and compares
-with the memory's speed.
+"""The real size on a small machine: writes a random ZAYA1-8B in bfloat16, loads it, decodes at memory speed.
 
     python benchmarks/full_size.py FOLDER              needs 18 GB of disk and 20 GB of free memory
     python benchmarks/full_size.py FOLDER --blocks 4   the same with a tenth of the blocks, to try the script
@@ -27,14 +26,14 @@ import layouts  # noqa: E402
 import pretrained  # noqa: E402
 from chat import Meter, peak_memory  # noqa: E402
 from model import ZAYA, ZAYAConfig  # noqa: E402
+from prices import seconds  # noqa: E402
 from sample import stream  # noqa: E402
 
 PROMPT, TOKENS = list(range(1000, 1064)), 48
 
 
 def write(folder, blocks):
-    """A checkpoint of random weights, shard by shard: normal ones, repeated from a pool, since 8.8e9 fresh
-    draws take minutes."""
+    """A checkpoint of random weights, by shards, repeated from a pool: 8.8e9 fresh draws take minutes."""
     with torch.device("meta"):
         model = ZAYA(ZAYAConfig.preset("zaya1_8b", num_blocks=blocks)).bfloat16()
     pool = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -54,13 +53,9 @@ def write(folder, blocks):
 
 def copy_bandwidth():
     """Bytes a second of a large copy, read and written both counted; the best of several."""
-    a, best = torch.ones(1 << 27, dtype=torch.float32), 1e9
-    b = torch.empty_like(a)
-    for _ in range(8):
-        began = time.perf_counter()
-        b.copy_(a)
-        best = min(best, time.perf_counter() - began)
-    return 2 * a.numel() * 4 / best
+    source = torch.ones(1 << 27)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds(lambda: target.copy_(source), repeats=8)
 
 
 def compare(model):
@@ -81,10 +76,10 @@ def run(folder):
     bandwidth = copy_bandwidth()
     began = time.perf_counter()
     model = pretrained.load(folder)
-    seconds = time.perf_counter() - began
+    spent = time.perf_counter() - began
     size = sum(map(pretrained.num_bytes, model.state_dict().values())) / 1e9
     memory = peak_memory(device) / size         # of the whole process, torch and the copied buffers included
-    print(f"loading     {size:.2f} GB in {seconds:.1f} s, peak memory {peak_memory(device):.2f} GB, "
+    print(f"loading     {size:.2f} GB in {spent:.1f} s, peak memory {peak_memory(device):.2f} GB, "
           f"{memory:.3f} of the weights")
     meter = Meter(model)
     rows = list(meter.over(stream(model, [PROMPT], TOKENS, temperature=0)))

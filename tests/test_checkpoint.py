@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
+import config
 from checkpoint import Checkpointer, export, latest, load, load_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -466,7 +467,7 @@ def with_ranks(world, target, folder, codes=None):
 
 def join_and_run(target, rank, world, folder, store):
     torch.set_num_threads(1)
-    import torch._dynamo  # noqa: F401      see train.train
+    from torch import _dynamo  # noqa: F401      see train.train; `import torch._dynamo` would make torch local
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world,
                             timeout=timedelta(seconds=30))
     target(rank, world, folder)
@@ -565,13 +566,12 @@ def test_command_line_lists_exports_and_fails_in_one_line(tmp_path, monkeypatch,
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["checkpoint.py", *map(str, args)])
         with pytest.raises(SystemExit) as end:
-            checkpoint.main()
+            config.run(checkpoint.main)
         return end.value.code, capsys.readouterr().err
     code, error = run(tmp_path / "nowhere")
     assert code == 2 and "nowhere" in error and error.count("\n") == 1
     code, error = run(tmp_path, "--export", tmp_path / "w.pt")
     assert code == 2 and "no undamaged checkpoint" in error and not (tmp_path / "w.pt").exists()
     assert run("--export", "w.pt")[0] == 2
-    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "run"), "--export", str(tmp_path / "w.pt")])
-    checkpoint.main()
+    checkpoint.main([str(tmp_path / "run"), "--export", str(tmp_path / "w.pt")])
     assert torch.load(tmp_path / "w.pt", weights_only=True)["meta"]["step"] == 1
