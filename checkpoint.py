@@ -79,7 +79,7 @@ class Checkpointer:
         """Starts a save and returns when `state` is copied; waits for the save before this one first.
 
         state: nested dict, see the header. meta: dict for meta.json (rank 0's counts). best: keep it until a
-        later best. Raises RuntimeError if the save before failed, ValueError if a leaf cannot be stored.
+        later best. Raises OSError if the save before failed, ValueError if a leaf cannot be stored.
         """
         self.wait()
         tensors = {name: _as_tensor(name, owner[key]) for name, (owner, key) in _flatten(state).items()}
@@ -104,7 +104,7 @@ class Checkpointer:
             torch.cuda.synchronize()  # the copies must be there before training changes the tensors
 
     def wait(self):
-        """Returns when no save is running. Raises RuntimeError, on every rank, if the last one failed."""
+        """Returns when no save is running. Raises OSError, on every rank, if the last one failed."""
         if self._running is None:
             return
         step, future = self._running
@@ -116,8 +116,8 @@ class Checkpointer:
                 shutil.rmtree(self.folder / f"step_{step:08d}.tmp", ignore_errors=True)
             failures = getattr(error, "failures", {self.rank: (error, None)}).items()
             reasons = "; ".join(f"rank {rank}: {reason}".splitlines()[0] for rank, (reason, _) in failures)
-            raise RuntimeError(f"saving step {step} to {self.folder} failed ({reasons}); "
-                               "the checkpoints before it are untouched") from None
+            raise OSError(f"saving step {step} to {self.folder} failed ({reasons}); "
+                          "the checkpoints before it are untouched") from None
         self._running = None
 
 

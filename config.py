@@ -93,3 +93,6 @@ def run(main):
     except (ValueError, OSError) as error:
         print(f"{sys.argv[0].rsplit('/', 1)[-1]}: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"\n{sys.argv[0].rsplit('/', 1)[-1]}: interrupted", file=sys.stderr)
+        sys.exit(130)

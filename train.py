@@ -41,6 +41,7 @@ from prepare import (build_model, complete, flag, open_sources, pick_device, res
 from recipe import PUBLISHED_RANKS, TrainConfig, micro_steps, plan, print_plan
 from router import Balancer
 from sample import generate
+from tokenizer import write_atomically
 
 
 @torch.no_grad()
@@ -134,7 +135,7 @@ class Run:
         spec = self.dataset.tokenizer.save(self.out / "tokenizer.json")
         saved = dataclasses.asdict(self.cfg)
         saved.update(out=str(self.out), tokenizer_file=spec.partition(":")[0])
-        (self.out / "config.json").write_text(json.dumps(saved, indent=1))
+        write_atomically(self.out / "config.json", json.dumps(saved, indent=1).encode())
 
     def introduce(self, dtype, compiled):
         say, model, first = self.log.say, self.model, self.phases[0][2]
@@ -416,15 +417,16 @@ def loop(run):
                 beat("sample", progress["step"])
                 run.sample()
             bar.update(progress["step"] - bar.n)
+        bar.close()
+        result = run.finish(loss, val, progress["step"] < run.steps)
+        beat("end")
+        return result
     except BaseException:
         beat("failed", progress["step"])
         raise
     finally:
         bar.close()
-        stop.restore()
-    result = run.finish(loss, val, progress["step"] < run.steps)
-    beat("end")
-    return result
+        stop.restore()      # not before the last checkpoint is there: a second signal would cost it
 
 
 def main(argv):

@@ -278,7 +278,7 @@ def test_full_disk_leaves_the_checkpoint_before_and_says_so(tmp_path, monkeypatc
             monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "_write_data", no_space_for_two)
         saver = save(folder, 1)
         saver.save(2, {"model": {"w": torch.randn(700, 900)}}, {})
-        with pytest.raises(RuntimeError, match="saving step 2 to .* failed .*No space left") as error:
+        with pytest.raises(OSError, match="saving step 2 to .* failed .*No space left") as error:
             saver.save(3, make_state(3), {})
         assert "\n" not in str(error.value) and capfd.readouterr().err == ""
         assert names(folder) == ["step_00000001"] and latest(folder).name == "step_00000001"
@@ -302,7 +302,7 @@ def test_unwritable_folder_is_told_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     saver = Checkpointer(tmp_path / "file/checkpoints")
     saver.save(1, make_state(1), {})
-    with pytest.raises(RuntimeError, match="saving step 1 to .*file/checkpoints failed .*Not a directory"):
+    with pytest.raises(OSError, match="saving step 1 to .*file/checkpoints failed .*Not a directory"):
         saver.wait()
     saver.wait()
 
@@ -324,7 +324,7 @@ def test_failure_at_any_stage_leaves_the_checkpoint_before(tmp_path, monkeypatch
         try:
             saver.save(3, make_state(3), {})
             saver.wait()
-        except RuntimeError as error:
+        except OSError as error:
             assert "Input/output error" in str(error)
         monkeypatch.undo()
         state = make_state(fill=False)
@@ -431,7 +431,7 @@ def test_every_call_of_the_system_may_be_the_last(tmp_path, monkeypatch):
         saver.save(5, new, {})
         try:
             saver.wait()
-        except (RuntimeError, Killed):
+        except (OSError, Killed):
             pass
         monkeypatch.undo()
         state = make_state(fill=False)
@@ -509,7 +509,7 @@ def rank_saves_without_room(rank, world, folder):
     if rank == 1:
         checkpoint.dcp.FileSystemWriter._write_data = no_space
     saver.save(9, zero1(rank, world, True), {})
-    with pytest.raises(RuntimeError, match=r"saving step 9 to .* failed \(rank 1: .*No space left"):
+    with pytest.raises(OSError, match=r"saving step 9 to .* failed \(rank 1: .*No space left"):
         saver.wait()
 
 
@@ -518,7 +518,7 @@ def rank_dies_in_a_save(rank, world, folder):
     if rank == 1:
         checkpoint._stamp = lambda file: os.kill(os.getpid(), signal.SIGKILL)
     saver.save(9, zero1(rank, world, True), {})
-    with pytest.raises(RuntimeError, match="saving step 9 to .* failed"):
+    with pytest.raises(OSError, match="saving step 9 to .* failed"):
         saver.wait()
     os._exit(7)  # leaving the process group would wait for the dead
 
