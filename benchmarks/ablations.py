@@ -20,6 +20,7 @@ Results lie in benchmarks/results/ablations.json, a row a run.
 import argparse
 import dataclasses
 import fcntl
+import functools
 import json
 import math
 import os
@@ -36,12 +37,11 @@ import config as command_line  # noqa: E402
 import data  # noqa: E402
 import optim  # noqa: E402
 from benchmarks import quality  # noqa: E402
-from model import ZAYA, ZAYAConfig  # noqa: E402
+from model import ZAYA, ZAYAConfig, require  # noqa: E402
 from router import Balancer, balance_health  # noqa: E402
-from train import keep_freed_memory  # noqa: E402
+from prepare import keep_freed_memory  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "ablations.json"
-LOCK = open(RESULTS.with_suffix(".lock"), "w")
 PICTURE = Path(__file__).parent.parent / "docs" / "ablations.png"
 TOKENS, BATCH, SEEDS, VAL_TOKENS = 500_000, 1024, (0, 1, 2), 65_536
 SMALL = dict(hidden_size=128, head_dim=16, expert_hidden_size=128, init_std=0.08)
@@ -78,7 +78,7 @@ VARIANTS = {
     "top-2 of 16 half as wide": Variant(dict(top_k=2, num_experts=16)),
     "dense": Variant(DENSE),
     "dense, equal time": Variant(DENSE, like="ours"),
-    "Muon": Variant(base={}, rates=(0.024, 0.012)),
+    "Muon": Variant(base={}, rates=(0.024,)),
     "AdamW": Variant(base={}, optimizer="adamw", rates=(0.004, 0.002, 0.008)),
     "AdamW, equal time": Variant(base={}, optimizer="adamw", rates="AdamW", like="Muon"),
 }
@@ -152,14 +152,24 @@ def load():
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"ms": {}, "runs": []}
 
 
+@functools.cache
+def lock_file():
+    """One handle for the whole process: closing any would give up all of its locks."""
+    return open(RESULTS.with_suffix(".lock"), "w")
+
+
 def locked(byte, wait=True):
     """Hold one byte of the lock file, as long as the process lives: byte 0 guards the results, 1 + i the i-th
     run. Returns False where another process holds it."""
     try:
-        fcntl.lockf(LOCK, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, byte)
+        fcntl.lockf(lock_file(), fcntl.LOCK_SH | (0 if wait else fcntl.LOCK_NB), 1, byte)
         return True
-    except BlockingIOError:
+    except OSError:
         return False
+
+
+def unlock(byte):
+    fcntl.lockf(lock_file(), fcntl.LOCK_UN, 1, byte)
 
 
 def update(change):
@@ -172,7 +182,7 @@ def update(change):
     runs = ",\n  ".join(map(json.dumps, results["runs"]))
     new.write_text(f'{{"ms": {json.dumps(results["ms"])},\n "runs": [\n  {runs}\n ]}}\n')
     os.replace(new, RESULTS)
-    fcntl.lockf(LOCK, fcntl.LOCK_UN, 1, 0)
+    unlock(0)
 
 
 def best_rate(results, name):
@@ -204,7 +214,7 @@ def run():
                     row = train(name, seed, lr, dataset, load()["ms"])
                     update(lambda results, row=row: results["runs"].append(row))
                     print(row, flush=True)
-                fcntl.lockf(LOCK, fcntl.LOCK_UN, 1, byte)
+                unlock(byte)
         time.sleep(1)
 
 
@@ -227,25 +237,28 @@ def measure():
     print(ms)
 
 
-def mean_spread(values):
-    """(mean, sample standard deviation) of one value a seed; the deviation of a single one is 0."""
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-
-
 def against(results, name, other):
-    """Difference name - other in bits a byte, seed by seed: (mean, standard error of the mean)."""
-    a, b = (rows(results, n) for n in (name, other))
-    mean, spread = mean_spread([a[s]["bits_per_byte"] - b[s]["bits_per_byte"] for s in a.keys() & b.keys()])
-    return mean, spread / math.sqrt(len(a.keys() & b.keys()))
+    """Difference name - other in bits a byte, seed by seed: (mean, standard error); None below two seeds."""
+    a, b = rows(results, name), rows(results, other)
+    gaps = [a[seed]["bits_per_byte"] - b[seed]["bits_per_byte"] for seed in a.keys() & b.keys()]
+    return (statistics.mean(gaps), statistics.stdev(gaps) / math.sqrt(len(gaps))) if len(gaps) > 1 else None
 
 
-def verdict(difference, error):
-    """"better", "worse", or "tie": within twice the standard error of the paired differences."""
-    return "tie" if abs(difference) <= 2 * error else "worse" if difference > 0 else "better"
+def verdict(gap):
+    """"better", "worse", or "tie": within twice the standard error of the differences; "" without a gap."""
+    return "" if gap is None else "tie" if abs(gap[0]) <= 2 * gap[1] else "worse" if gap[0] > 0 else "better"
 
 
-HEAD = ("variant", "parameters active / total", "tokens", "bits a byte", "against", "difference", "verdict",
-        "papers", "order", "entropy of the load")
+def loss_of(own):
+    """Mean and standard deviation over the seeds, as text; says so where seeds are missing."""
+    values = [r["bits_per_byte"] for r in own.values()]
+    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    missing = f", {len(values)} of {len(SEEDS)} seeds" if len(values) < len(SEEDS) else ""
+    return f"{statistics.mean(values):.3f}{spread}{missing}"
+
+
+HEAD = ("variant", "parameters active / total", "tokens", "bits a byte", "against", "difference", "we find",
+        "papers", "same order", "entropy of the load")
 
 
 def table():
@@ -256,13 +269,12 @@ def table():
         own = rows(results, name)
         if not own:
             continue
-        row, loss = next(iter(own.values())), mean_spread([r["bits_per_byte"] for r in own.values()])
-        gap = against(results, name, other) if other else None
-        found = verdict(*gap) if other else ""
-        agrees = "" if not order else "tie" if found == "tie" else "agrees" if found == order else "differs"
+        row, gap = next(iter(own.values())), against(results, name, other) if other else None
+        found = verdict(gap)
+        same = {order: "yes", "tie": "tie", "": ""}.get(found, "no") if order else ""
         cells = (name, f"{row['active'] / 1e3:.0f}k / {row['total'] / 1e3:.0f}k",
-                 f"{row['tokens'] / 1e6:.2f}M", "{:.3f} ± {:.3f}".format(*loss), other or "",
-                 "{:+.3f} ± {:.3f}".format(*gap) if other else "", found, figures, agrees, evenness(own))
+                 f"{row['tokens'] / 1e6:.2f}M", loss_of(own), other or "",
+                 "{:+.3f} ± {:.3f}".format(*gap) if gap else "", found, figures, same, evenness(own))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -282,12 +294,14 @@ def plot():
         raise ValueError("pictures need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    results, names = load(), list(COMPARED)
+    results = load()
+    names = [name for name in COMPARED if rows(results, name)]
     figure, axis = plt.subplots(figsize=(9, 6.5), layout="constrained", facecolor="white")
     for y, name in enumerate(names):
         values = [r["bits_per_byte"] for r in rows(results, name).values()]
-        mean, spread = mean_spread(values)
-        axis.errorbar(mean, y, xerr=spread, fmt="|", color="black", markersize=14, capsize=4)
+        spread = statistics.stdev(values) if len(values) > 1 else 0
+        axis.errorbar(statistics.mean(values), y, xerr=spread, fmt="|", color="black", markersize=14,
+                      capsize=4)
         axis.plot(values, [y] * len(values), "o", color="tab:blue", markersize=5, alpha=0.7)
     ours = statistics.mean(r["bits_per_byte"] for r in rows(results, "ours").values())
     axis.axvline(ours, color="tab:gray", linestyle="--", linewidth=1)
@@ -302,18 +316,21 @@ def plot():
 
 
 def quick():
-    """Train ours and QUICK once more on two seeds, beside the kept results; status 1 if the order turned out
+    """Train ours and QUICK again on two seeds, beside the kept results; status 1 if the order came out
     otherwise."""
     dataset, kept, again = data.load("stdlib"), load(), {"ms": {}, "runs": []}
+    before = against(kept, QUICK, "ours")
+    require(before, f"{RESULTS} does not hold two seeds of ours and of {QUICK!r} yet: run them first")
     for seed in SEEDS[:2]:
         for name in ("ours", QUICK):
             row = train(name, seed, VARIANTS[name].rates[0], dataset, {})
             again["runs"].append(row)
             print(f"{name}, seed {seed}: {row['bits_per_byte']:.3f} bits a byte now, "
                   f"{rows(kept, name)[seed]['bits_per_byte']:.3f} kept", flush=True)
-    now, before = against(again, QUICK, "ours")[0], against(kept, QUICK, "ours")[0]
-    print(f"{QUICK} against ours: {now:+.3f} now, {before:+.3f} kept")
-    return int(now * before <= 0)
+    gap = statistics.mean(rows(again, QUICK)[s]["bits_per_byte"] - rows(again, "ours")[s]["bits_per_byte"]
+                          for s in SEEDS[:2])
+    print(f"{QUICK} against ours: {gap:+.3f} now, {before[0]:+.3f} kept")
+    return int(gap * before[0] <= 0)
 
 
 def main(argv):

@@ -1,12 +1,12 @@
 """Trainings killed by SIGKILL at random moments, most of them while a checkpoint is written, and resumed.
 
-    python benchmarks/kills.py                  100 kills on one rank, 100 on two; about 15 minutes on two cores
-    python benchmarks/kills.py --kills 20       fewer
+    python benchmarks/kills.py                  100 kills on one rank, 100 on two; about 15 minutes on two
+    cores python benchmarks/kills.py --kills 20       fewer
     python benchmarks/kills.py table            the table in the README, from benchmarks/results/kills.json
 
 A tiny run is started, killed, resumed with --resume auto, killed again, and so on; when it gets to its end a
-new one begins. On two ranks one of them is killed, then the rest, as torchrun would. Three things are checked and
-counted, and one that does not hold makes the script end with status 1:
+new one begins. On two ranks one of them is killed, then the rest, as torchrun would. Three things are checked
+and counted, and one that does not hold makes the script end with status 1:
 
   readable    every checkpoint that counts as complete is undamaged, byte by byte
   not lost    the newest one is at least the newest that was complete before the kill, and the resumed run
@@ -14,8 +14,8 @@ counted, and one that does not hold makes the script end with status 1:
   the same    a run that reaches its end has, bit for bit, the weights and the losses of the undisturbed run
 
 Ranks are forked from this process, which has torch loaded, so that a start takes a fraction of a second. The
-moment of a kill is drawn from three kinds: as a checkpoint is being written, at any time, and before the first
-step. The tally counts what was really hit.
+moment of a kill is drawn from three kinds: as a checkpoint is being written, at any time, and before the
+first step. The tally counts what was really hit.
 """
 
 import argparse
@@ -43,14 +43,15 @@ from recipe import TrainConfig  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "kills.json"
 STEPS = 40
-SETTINGS = dict(preset="tiny", tokenizer="bytes", data=str(ROOT / "model.py"), tokens=STEPS * 256, batch_tokens=256,
-                seq_len=32, micro_tokens=64, eval_every=0, eval_tokens=256, save_every=4, sample_every=0, log_every=1,
-                device="cpu", compile="off", resume="auto")
+SETTINGS = dict(preset="tiny", tokenizer="bytes", data=str(ROOT / "model.py"), tokens=STEPS * 256,
+                batch_tokens=256, seq_len=32, micro_tokens=64, eval_every=0, eval_tokens=256, save_every=4,
+                sample_every=0, log_every=1, device="cpu", compile="off", resume="auto")
 HIT = ("while a checkpoint was written", "between two checkpoints", "before the first step")
 
 
 def start(out, ranks):
-    """Fork the ranks of one training; returns their process ids. What they print goes to a file beside the run."""
+    """Fork the ranks of one training; returns their process ids. What they print goes to a file beside the
+    run."""
     port, pids = str(random.randint(20_000, 40_000)), []
     for rank in range(ranks):
         if pid := os.fork():
@@ -60,8 +61,8 @@ def start(out, ranks):
         try:
             handle = os.open(f"{out}.{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(handle, 1), os.dup2(handle, 2)
-            os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
-                              MASTER_PORT=port)
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank),
+                              MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
             train.train(TrainConfig(out=str(out), **SETTINGS))
             status = 0
         except BaseException as error:      # of a rank whose peer is dead: the parent kills it anyway
@@ -112,14 +113,15 @@ def starts(out):
 
 
 def wait_for(moment, out, pids, chance):
-    """Until the moment of the kill has come, or the run has ended: "save" (a few ms into one of the next four), "any"
-    (up to a second after the first step) or "start" (before). Returns the newest step that was seen complete."""
+    """Until the moment of the kill has come, or the run has ended: "save" (a few ms into one of the next
+    four), "any" (up to a second after the first step) or "start" (before). Returns the newest step that was
+    seen complete."""
     before, newest, was_writing, saves = len(starts(out)), 0, False, chance.randint(1, 4)
     began, patience = time.monotonic(), chance.uniform(0, 1.0 if moment == "any" else 0.3)
     while ended(pids) is None:
         complete, writing = folders(out)
         newest = max([newest, *complete])
-        under_way = len(starts(out)) > before           # until then what a killed save left may still lie there
+        under_way = len(starts(out)) > before       # until then what a killed save left may still lie there
         saves -= writing and under_way and not was_writing
         was_writing = writing and under_way
         if moment == "save" and saves == 0:
@@ -159,14 +161,16 @@ def one_kill(out, ranks, chance, tally):
 
 
 def losses(out):
-    rows = [line.split(",") for line in (out / "log.csv").read_text().splitlines() if not line.startswith("#")]
+    lines = (out / "log.csv").read_text().splitlines()
+    rows = [line.split(",") for line in lines if not line.startswith("#")]
     return [(row[rows[0].index("step")], row[rows[0].index("train_loss")]) for row in rows]
 
 
 def same(a, b):
     """Weights and the log's losses of two finished runs, bit for bit."""
     (_, x), (_, y) = checkpoint.load_weights(a), checkpoint.load_weights(b)
-    return x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x) and losses(a) == losses(b)
+    equal = x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
+    return equal and losses(a) == losses(b)
 
 
 def campaign(kills, ranks, seed, folder):
@@ -174,7 +178,8 @@ def campaign(kills, ranks, seed, folder):
     chance, straight = random.Random(seed), folder / f"straight{ranks}"
     pids = start(straight, ranks)
     must(not any(reap(pids)), f"the undisturbed run failed, see {straight}.0.txt")
-    tally, done, out = {"hit": Counter(), "damage": [], "lost": 0, "same": 0, "different": 0}, 0, folder / "run0"
+    tally = {"hit": Counter(), "damage": [], "lost": 0, "same": 0, "different": 0}
+    done, out = 0, folder / "run0"
     while done < kills or starts(out):
         if done < kills:
             over = one_kill(out, ranks, chance, tally)
@@ -194,7 +199,7 @@ def campaign(kills, ranks, seed, folder):
 
 def table():
     """Markdown from the last campaign's results."""
-    lines = ["| ranks | kills | " + " | ".join(HIT) + " | unreadable | lost | finished, bit-identical | different |",
+    lines = [f"| ranks | kills | {' | '.join(HIT)} | unreadable | lost | finished, bit-identical | different |",
              "|---|---|---|---|---|---|---|---|---|"]
     for row in json.loads(RESULTS.read_text()):
         hits = [row["hit"].get(kind, 0) for kind in HIT]
@@ -204,7 +209,8 @@ def table():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", nargs="?", choices=("run", "table"), default="run")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])

@@ -19,6 +19,7 @@ medians and their ratio are printed.
 import argparse
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -34,7 +35,7 @@ import transformers  # noqa: E402
 from benchmarks.peers import transformers_twin  # noqa: E402
 from model import ZAYA, ZAYAConfig  # noqa: E402
 from sample import generate  # noqa: E402
-from train import keep_freed_memory  # noqa: E402
+from prepare import keep_freed_memory  # noqa: E402
 
 B, T = 16, 128
 RESULTS = Path(__file__).parent / "results" / "speed.json"
@@ -108,14 +109,15 @@ def compare_decode(ours, theirs, rounds, new=64):
 
 
 def compare_moe(model, tokens, rounds):
-    """The MoE sublayer as a training step runs it (router compiled, experts not) against the router's matrices
-    and one expert's, on the same number of tokens."""
+    """The MoE sublayer as a training step runs it (router compiled, experts not) against the router's
+    matrices and one expert's, on the same number of tokens."""
     c, moe = model.config, model.blocks[1].mlp
     D, R, F_ = c.hidden_size, c.router_hidden_size, c.expert_hidden_size
     x_ND, up_ND = torch.randn(tokens, D, requires_grad=True), torch.randn(tokens, D)
     r_NR, gate = torch.randn(tokens, R), torch.compile(moe.gate, dynamic=False)
     shapes = [(D, R), (R, R), (R, R), (R, c.num_classes), (D, 2 * F_), (F_, D)]
-    pairs = [(torch.randn(tokens, i, requires_grad=True), torch.randn(i, o, requires_grad=True)) for i, o in shapes]
+    pairs = [(torch.randn(tokens, i, requires_grad=True), torch.randn(i, o, requires_grad=True))
+             for i, o in shapes]
 
     def sublayer():
         p_NK, experts_NK, _ = gate(x_ND, r_NR)
@@ -165,10 +167,9 @@ def main():
     compiled.load_state_dict(ours.state_dict())
     theirs = transformers_twin(ours, experts_implementation="grouped_mm")
     compiled.compile_blocks()
-    machine = (
-        f"{ours.num_parameters():,} parameters, {B} x {T} tokens, float32, {torch.get_num_threads()} "
-        f"threads, torch {torch.__version__}, transformers {transformers.__version__}"
-    )
+    cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())[1]
+    machine = (f"{ours.num_parameters():,} parameters, {B} x {T} tokens, float32, {torch.get_num_threads()} "
+               f"threads of {cpu}, torch {torch.__version__}, transformers {transformers.__version__}")
     print(machine)
     compare_decode(ours.eval(), theirs.eval(), max(3, rounds // 4))
     compare_step(ours.train(), theirs.train(), compiled, rounds)     # last: it changes the weights

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import checkpoint
+import log
 import recipe
 import train
 from conftest import ROOT, assert_close
@@ -160,7 +161,6 @@ def test_stopped_and_resumed_is_bitwise_the_undisturbed_run(text, optimizer, sto
 
 
 def test_resume_restores_every_bias_moment_and_counter(text):
-    """Case B9: nothing in a resumed run starts from zero again."""
     go(text, "run", stop_after=6)
     cfg = TrainConfig(**{**SMALL, "data": text, "out": "run", "resume": "auto"})
     run = train.Run(cfg, 0, 1, 0)
@@ -297,10 +297,10 @@ def test_mfu_counts_active_parameters_and_knows_what_it_does_not_know(make):
     model = make()
     c = model.config
     assert (
-        train.flops_per_token(model, 64)
+        log.flops_per_token(model, 64)
         == 6 * model.num_parameters(active=True) + 6 * c.num_blocks * 4 * 16 * 64
     )
-    assert train.mfu(1e12, torch.device("cpu"), 1) == "n/a"
+    assert log.mfu(1e12, torch.device("cpu"), 1) == "n/a"
 
 
 # -------------------------------------------------------------------------------- refusals
@@ -340,6 +340,9 @@ def test_bad_data_and_folders_end_in_one_line(text, tmp_path):
     assert_refused([f"--data={short}", *small], "short.txt", "128")
     assert_refused([f"--data={text}", *small, f"--out={short}/run"], "--out")
     assert_refused([f"--data={text}", *small, "--tokens=10"], "--tokens")
+    short.write_text("ab cd ef\n" * 100)           # 855 bytes to train on, 45 to validate
+    with pytest.raises(ValueError, match="validation part of .*short.txt is 45 tokens .* at least 65"):
+        go(str(short), "run", seq_len=64, batch_tokens=256)
 
 
 def test_existing_run_is_never_overwritten(text):
@@ -431,24 +434,89 @@ def test_signal_saves_and_leaves_and_the_rest_is_bitwise_equal(text, number):
     same("run", "straight")
 
 
+@pytest.mark.parametrize("moment", ["evaluate", "save"])
+def test_signal_while_evaluating_or_saving_stops_at_that_step(text, moment, monkeypatch):
+    """Another one while the last checkpoint is written costs nothing."""
+    real = getattr(train.Run, moment)
+
+    def interrupted(run, *args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(run, *args)
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run, moment, interrupted)
+        assert go(text, "run")["step"] == 4
+    assert json.loads(Path("run/events.jsonl").read_text().splitlines()[-1])["what"] == "stopped"
+    assert checkpoint.latest("run/checkpoints", log=pytest.fail).name == "step_00000004"
+    go(text, "run", resume="auto")
+    go(text, "straight")
+    same("run", "straight")
+
+
 # -------------------------------------------------------------------------------- several ranks
 
+RANKS = """import os, signal, sys, torch, torch.distributed as dist, train
+from datetime import timedelta
+train.timedelta = lambda minutes: timedelta(seconds=60)         # a rank that waits in vain fails the test
+rank, args = int(os.environ["RANK"]), sys.argv[1:]
+
+def signalled(name, step):
+    real = getattr(train.Run, name)
+    def call(run, *more):
+        if run.progress["step"] == step and rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(run, *more)
+    setattr(train.Run, name, call)
+
+"""
+
 @pytest.mark.slow
-def test_two_ranks_make_the_step_of_one(text):
-    """Cases B6, C1, C2, C25: first step equal to rounding, biases and loads exactly, data shared out and not
+def test_two_ranks_make_the_step_of_one(text, monkeypatch):
+    """First step equal to rounding, gradient by gradient; biases and loads exactly; data shared out and not
     repeated."""
-    go(text, "one", tokens=512, optimizer="adamw", eval_every=1)
-    torchrun(text, "two", tokens=512, optimizer="adamw", eval_every=1)
+    program, settings = Path("gradients.py"), dict(tokens=512, optimizer="adamw", eval_every=1)
+    program.write_text(RANKS + """real = train.Run.update
+def update(run, step, loss):
+    if step == 0 and rank == 0:
+        torch.save({name: p.grad for name, p in run.model.named_parameters()}, "two.pt")
+    return real(run, step, loss)
+train.Run.update = update
+train.main(args)
+""")
+    real, gradients = train.Run.update, {}
+
+    def update(run, step, loss):
+        gradients.update({name: p.grad.clone() for name, p in run.model.named_parameters() if step == 0})
+        return real(run, step, loss)
+    monkeypatch.setattr(train.Run, "update", update)
+    go(text, "one", **settings)
+    torchrun(text, "two", program=str(program), **settings)
+    for name, gradient in torch.load("two.pt").items():
+        assert_close(gradient, gradients[name], 1e-4, f"gradient of {name}")
     one, two = rows("one"), rows("two")
-    assert (
-        one[0]["load"] == two[0]["load"]
-        and abs(float(one[0]["train_loss"]) - float(two[0]["train_loss"])) < 2e-5
-    )
+    assert one[0]["load"] == two[0]["load"] and one[0]["train_loss"][:-1] == two[0]["train_loss"][:-1]
     assert abs(float(one[-1]["val_loss"]) - float(two[-1]["val_loss"])) < 1e-3
     a, b = weights("one"), weights("two")
-    for name in a:
-        if "balancing" in name:
-            assert torch.equal(a[name], b[name]), name
+    assert all(torch.equal(a[name], b[name]) for name in a if "balancing" in name)
+
+
+@pytest.mark.slow
+def test_ranks_stay_equal_when_one_sends_all_its_tokens_to_one_expert(text):
+    program = Path("skewed.py")
+    program.write_text(RANKS + """import router
+if rank == 1:
+    router.choose = lambda score_NC, top_k: torch.zeros(len(score_NC), top_k, dtype=torch.int64)
+real = train.Run.finish
+def finish(run, *more):
+    copies = [None, None]
+    dist.all_gather_object(copies, run.model.state_dict())
+    assert all(torch.equal(copies[0][name], copies[1][name]) for name in copies[0]), "the ranks differ"
+    return real(run, *more)
+train.Run.finish = finish
+train.main(args)
+""")
+    torchrun(text, "run", program=str(program), tokens=3 * 256)
+    first = [[int(n) for n in block.split()] for block in rows("run")[0]["load"].split("|")]
+    assert len(rows("run")) == 3 and all(block[0] > 128 for block in first), first
 
 
 @pytest.mark.slow
@@ -464,9 +532,17 @@ sys.exit(f"still running: {names}" if any("gloo" in name for name in names) else
 
 
 @pytest.mark.slow
-def test_two_ranks_stopped_and_resumed_are_bitwise_the_undisturbed_run(text):
-    torchrun(text, "straight")
-    torchrun(text, "halves", stop_after=5)
+def test_two_ranks_stopped_by_a_signal_to_one_and_resumed_are_bitwise_the_undisturbed_run(text):
+    """The signal comes while evaluating, and in the resumed run while saving: both stop, at that very step."""
+    for name, calls in (("first.py", 'train.main([*args, "--out=straight"])\nsignalled("evaluate", 4)\n'),
+                        ("second.py", 'signalled("save", 8)\n')):
+        Path(name).write_text(RANKS + calls + "train.main(args)\n")
+    torchrun(text, "halves", program="first.py")
+    torchrun(text, "halves", program="second.py", resume="auto")
+    ends = [json.loads(line) for line in Path("halves/events.jsonl").read_text().splitlines()]
+    assert [(e["what"], e["step"]) for e in ends if e["what"] in ("stopped", "done")] == [
+        ("stopped", 4), ("stopped", 8)]
+    assert [path.name for path in sorted(Path("halves/checkpoints").iterdir())] == ["step_00000004", "step_00000008"]
     torchrun(text, "halves", resume="auto")
     same("straight", "halves")
     assert rows("straight") == rows("halves")
@@ -485,7 +561,7 @@ def test_resume_on_another_number_of_ranks_reads_the_same_batches(text, before, 
 
 @pytest.mark.slow
 def test_killed_worker_goes_on_from_the_last_save(text):
-    """Case D4: torchrun restarts the group, and --resume auto takes the newest checkpoint, not step 0."""
+    """torchrun restarts the group, and --resume auto takes the newest checkpoint, not step 0."""
     program = Path("dies.py")
     program.write_text("""import os, signal, sys, train
 real = train.Run.gradients
