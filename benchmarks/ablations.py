@@ -162,7 +162,7 @@ def locked(byte, wait=True):
     """Hold one byte of the lock file, as long as the process lives: byte 0 guards the results, 1 + i the i-th
     run. Returns False where another process holds it."""
     try:
-        fcntl.lockf(lock_file(), fcntl.LOCK_SH | (0 if wait else fcntl.LOCK_NB), 1, byte)
+        fcntl.lockf(lock_file(), fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, byte)
         return True
     except OSError:
         return False
