@@ -12,8 +12,8 @@ for each slot one row and one dot product.
 count_kernel (histogram of each chunk of slots), scan_kernel (exclusive prefix sum over [expert][chunk]) and
 place_kernel (the row of each slot, by ballots) route, in integers. The others move rows: one wave a row, 16
 bytes a lane. No float is ever added by an atomic, so results repeat bitwise. One source serves waves of 64
-lanes (MI300X) and of 32 (RDNA, NVIDIA); `load_inline` compiles it when a GPU first needs it, and
-tests/hip_shim.h runs it on the CPU.
+lanes (MI300X) and of 32 (RDNA, NVIDIA); kernels_build.py compiles it when a GPU first needs it, or with
+tests/hip_shim.h for the CPU.
 
 Glossary: x_ND tokens; experts_NK chosen classes (e in the router's equations), weights_NK their probabilities
 (p); rows (N*K, D) in expert order; offsets (E,) inclusive ends; positions (N, K) row of each slot; slot n*K +
@@ -28,20 +28,13 @@ NOTHING HERE WAS RUN ON AN AMD CARD. Shown without one: right results through th
 code objects for gfx942 and gfx90a, the build up to the launch. Speeds are bytes on paper until somebody
 measures them.
 """
-import contextlib
-import ctypes
 import functools
-import hashlib
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+
+from kernels_build import TYPES, load_gpu, load_shim
 
 # ----------------------------------------------------------------------------------------- plain twins
 
@@ -406,124 +399,17 @@ extern "C" int launch_swiglu(void* out, const void* h, const void* grad, ROW_ARG
 }
 """
 
-# ---------------------------------------------------------------------------------- building, choosing
+# ----------------------------------------------------------------------------------- choosing the path
 
 PATHS = ("auto", "hip", "plain", "shim")
-TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-THREADS, CHUNK, MAX_EXPERTS = 256, 1024, 1024                   # as in KERNELS
+CHUNK, MAX_EXPERTS = 1024, 1024                                 # as in KERNELS
 _chosen, _resolved = "auto", {}
-
-
-class Library:
-    """The compiled kernels: hands the addresses of tensors and the current stream to a launcher."""
-
-    def __init__(self, path, device, lanes, name):
-        self.functions, self.device, self.lanes, self.name = ctypes.CDLL(str(path)), device, lanes, name
-
-    def call(self, launcher, *values):
-        """Tensors, None (a null pointer) and ints in the launcher's order. RuntimeError if it fails."""
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        assert all(t.is_contiguous() and t.device == tensors[0].device for t in tensors), launcher
-        values = [ctypes.c_void_p(v.data_ptr()) if isinstance(v, torch.Tensor) else v for v in values]
-        on_gpu = tensors[0].is_cuda
-        with torch.cuda.device(tensors[0].device) if on_gpu else contextlib.nullcontext():
-            stream = torch.cuda.current_stream().cuda_stream if on_gpu else None
-            code = getattr(self.functions, launcher)(*values, ctypes.c_void_p(stream))
-        if code:
-            why = f"error {code}" if on_gpu else self.functions.shim_error().decode()
-            raise RuntimeError(f"{launcher} failed: {why}")
-
-    def call_rows(self, launcher, *values, rows, tokens, width):
-        """A row kernel. rows: the tensors that it moves by packs (or None), `width` elements in each row."""
-        size = rows[0].element_size()
-        wide = width * size % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in rows if t is not None)
-        packs, blocks = width * size // 16 if wide else width, -(-tokens * self.lanes // THREADS)
-        if tokens and width:
-            self.call(launcher, *values, tokens, packs, TYPES[rows[0].dtype], int(wide), blocks)
-
-
-def cached_library(key, compile_in):
-    """Path of the library with this key (a string), compiled by `compile_in(folder)` if it is not there yet.
-
-    Each build has a folder of its own and is renamed into place at once, so that neither the lock of a build
-    that was killed nor another process that builds at the same time can be in the way.
-    """
-    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions")
-    folder = Path(cache).absolute() / "zaya1_kernels"
-    target = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as work:
-            os.replace(compile_in(work), target)
-    return target
-
-
-def compile_gpu(folder):
-    """Compile the kernels with torch's own settings for hipcc or nvcc -> path of the library in `folder`."""
-    from torch.utils import cpp_extension
-    variable, arch = _architecture()
-    # The ninja of a virtual environment is not on PATH when its python was called by path.
-    path = os.path.dirname(sys.executable) + os.pathsep + os.environ.get("PATH", "")
-    changes = {"PATH": path, variable: arch}
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        for tool in ("ninja", cpp_extension.get_cxx_compiler()):
-            if shutil.which(tool) is None:
-                raise FileNotFoundError(f"{tool} is not on PATH: install it to compile the kernels")
-        return cpp_extension.load_inline(
-            "zaya1_kernels", cpp_sources=['extern "C" int zaya1_kernels() { return 1; }'],
-            cuda_sources=[PRELUDE, KERNELS, LAUNCHERS], extra_cuda_cflags=["-O3"], build_directory=folder,
-            with_cuda=True, is_python_module=False, no_implicit_headers=True)
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-def _architecture():
-    """The variable that tells torch for which card to compile, and its value."""
-    variable = "PYTORCH_ROCM_ARCH" if torch.version.hip else "TORCH_CUDA_ARCH_LIST"
-    if os.environ.get(variable):
-        return variable, os.environ[variable]
-    card = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return variable, card.gcnArchName.split(":")[0] if torch.version.hip else f"{card.major}.{card.minor}"
-
-
-def _load_gpu():
-    if not torch.cuda.is_available():
-        raise FileNotFoundError("no GPU is visible to torch")
-    key = "".join([PRELUDE, KERNELS, LAUNCHERS, torch.__version__, *_architecture()])
-    path = cached_library(key, compile_gpu)
-    lanes = torch.cuda.get_device_properties(torch.cuda.current_device()).warp_size
-    return Library(path, "cuda", lanes, f"hip, compiled for {_architecture()[1]}, {lanes} lanes")
-
-
-def load_shim(lanes=64, schedule="forward", seed=1, kernels=None):
-    """The same source through the CPU shim; schedule "forward", "reverse", "random": the order of threads.
-
-    There is one such library in a process: the settings of the last call hold for all its users.
-    """
-    source = (Path(__file__).parent / "tests" / "hip_shim.h").read_text() + (kernels or KERNELS) + LAUNCHERS
-
-    def compile_in(folder):
-        Path(folder, "shim.cpp").write_text(source)
-        flags = "-O2 -std=c++17 -fPIC -shared -w -ffp-contract=off -fno-strict-aliasing -U_FORTIFY_SOURCE"
-        command = [os.environ.get("CXX", "g++"), *flags.split(), "shim.cpp", "-o", "shim.so"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(done.stderr)
-        return os.path.join(folder, "shim.so")
-
-    library = Library(cached_library(source, compile_in), "cpu", lanes, f"shim, {lanes} lanes on the CPU")
-    library.functions.shim_error.restype = ctypes.c_char_p
-    library.functions.shim_configure(lanes, ("forward", "reverse", "random").index(schedule), seed)
-    return library
 
 
 def select(path="auto", **shim):
     """Choose the path: "auto" (kernels where a GPU and a compiler are), "hip" (demanded), "plain", or "shim"
-    (the kernels on the CPU, to test and learn; takes load_shim's arguments). ValueError if it cannot run."""
+    (the kernels on the CPU, to test and learn; takes load_shim's arguments, and kernels: another source).
+    ValueError if it cannot run."""
     global _chosen
     if path not in PATHS:
         raise ValueError(f"--kernels {path}: choose one of {', '.join(PATHS)}")
@@ -547,7 +433,10 @@ def _resolve(path, **shim):
     name = "shim" if path == "shim" else "gpu"
     if name not in _resolved:
         try:
-            _resolved[name] = (load_shim(**shim) if name == "shim" else _load_gpu()), None
+            if name == "gpu":
+                _resolved[name] = load_gpu([PRELUDE, KERNELS, LAUNCHERS]), None
+            else:
+                _resolved[name] = load_shim(shim.pop("kernels", KERNELS) + LAUNCHERS, **shim), None
         except Exception as error:              # whatever stands in the way, the plain path still works
             lines = [line.strip() for line in f"{error}".splitlines() if line.strip()] or [repr(error)]
             _resolved[name] = None, next((line for line in lines if "error:" in line), lines[0])[:200]

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import kernels_build
 import kernels_hip
+from kernels_build import load_shim
 from kernels_hip import combine, combine_ref, dispatch, dispatch_ref
 
 ROOT = Path(kernels_hip.__file__).parent
+SOURCE = kernels_hip.KERNELS + kernels_hip.LAUNCHERS
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
 SCHEDULES = [(lanes, order) for lanes in (64, 32) for order in ("forward", "reverse", "random")]
 # name: tokens, choices, experts, width, and how the experts are chosen
@@ -169,7 +172,7 @@ def test_kernels_equal_the_twin_in_every_schedule(name, dtype):
         backward = kernels_hip.combine_backward_ref(grad, rows, weights, positions, x)
         backward_zero = kernels_hip.combine_backward_ref(grad, rows, weights, positions, None)
     for lanes, order in SCHEDULES:
-        library, at = kernels_hip.load_shim(lanes, order), f"{lanes} lanes, {order}: "
+        library, at = load_shim(SOURCE, lanes, order), f"{lanes} lanes, {order}: "
         got = kernels_hip._dispatch_hip(library, x, experts, num_experts)
         same(at + "positions", got[2], positions)
         same(at + "offsets", got[1], offsets)
@@ -212,7 +215,7 @@ def test_swiglu_kernel_is_no_worse_than_torch(dtype, tokens, width):
 
 def test_bfloat16_rounds_as_torch_does():
     bits = torch.arange(-2**15, 2**15, dtype=torch.int16).view(torch.bfloat16)      # every value there is
-    y = kernels_hip._combine_hip(kernels_hip.load_shim(), bits[:, None].expand(-1, 8).contiguous(),
+    y = kernels_hip._combine_hip(load_shim(SOURCE), bits[:, None].expand(-1, 8).contiguous(),
                                  torch.full((len(bits), 1), 1.0037), torch.arange(len(bits))[:, None])
     expected = (bits.float() * torch.tensor(1.0037)).bfloat16()
     assert torch.equal(y[:, 3].isnan(), expected.isnan())
@@ -233,7 +236,7 @@ def test_gradients_repeat_bitwise_in_any_order_of_threads():
     positions = dispatch_ref(x, experts, num_experts)[2]
     runs = []
     for order, seed in (("forward", 1), ("reverse", 1), ("random", 2), ("random", 3)):
-        library = kernels_hip.load_shim(64, order, seed)
+        library = load_shim(SOURCE, 64, order, seed)
         runs.append(kernels_hip._combine_backward_hip(library, grad, rows, weights, positions, x))
     for run in runs[1:]:
         for name, first, again in zip(("rows", "weights", "x"), runs[0], run):
@@ -432,10 +435,11 @@ def test_two_processes_build_at_once(tmp_path):
 
 
 def test_lane_counts_are_no_literals_in_the_device_code():
-    code = re.sub(r"//.*", "", kernels_hip.KERNELS + kernels_hip.LAUNCHERS)
+    code = re.sub(r"//.*", "", SOURCE)
     assert not re.findall(r"\b(31|32|63|64|0xffffffffu?|warpSize)\b", code)
-    for name in ("THREADS", "CHUNK", "MAX_EXPERTS"):
-        assert int(re.search(rf"#define {name} (\d+)", code)[1]) == getattr(kernels_hip, name)
+    for name, here in (("THREADS", kernels_build.THREADS), ("CHUNK", kernels_hip.CHUNK),
+                       ("MAX_EXPERTS", kernels_hip.MAX_EXPERTS)):
+        assert int(re.search(rf"#define {name} (\d+)", code)[1]) == here, name
 
 
 # ----------------------------------------------------------------------------------- slow, or on a GPU
@@ -468,12 +472,13 @@ def test_gpu_kernels_equal_the_twin(name, dtype):
         same("combine", kernels_hip._combine_hip(library, rows, weights, positions, x),
              combine_ref(rows, weights, positions, x), fused)
         twins = kernels_hip.combine_backward_ref(grad, rows, weights, positions, x)
-    for run in range(2):
+    runs = []
+    for _ in range(2):
         ours = kernels_hip._combine_backward_hip(library, grad, rows, weights, positions, x)
         for key, got, twin in zip(("grad of rows", "grad of weights", "grad of x"), ours, twins):
             same(key, got, twin, fused if key != "grad of weights" else 1e-5)
-        again = ours if run == 0 else again
-    assert all(torch.equal(a, b) for a, b in zip(ours, again)), "two runs differ"
+        runs.append(ours)
+    assert all(torch.equal(a, b) for a, b in zip(*runs)), "two runs differ"
 
 
 @needs_gpu
