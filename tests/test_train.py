@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import checkpoint
+import config
 import log
 import recipe
 import train
@@ -305,15 +306,18 @@ def test_mfu_counts_active_parameters_and_knows_what_it_does_not_know(make):
 
 # -------------------------------------------------------------------------------- refusals
 
-def assert_refused(args, *words):
+@pytest.fixture
+def assert_refused(capsys, monkeypatch):
     """The command ends with status 2 and one line that holds these words."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *args], capture_output=True, text=True, timeout=60
-    )
-    lines = done.stderr.strip().splitlines()
-    assert done.returncode == 2 and len(lines) == 1, done.stderr
-    for word in words:
-        assert word in lines[0], f"{word!r} is not in {lines[0]!r}"
+    def call(args, *words):
+        monkeypatch.setattr(sys, "argv", ["train.py", *args])
+        with pytest.raises(SystemExit) as end:
+            config.run(train.main)
+        said = capsys.readouterr().err
+        assert end.value.code == 2 and said.count("\n") == 1, said
+        for word in words:
+            assert word in said, f"{word!r} is not in {said!r}"
+    return call
 
 
 @pytest.mark.parametrize("args, words", [
@@ -327,11 +331,11 @@ def assert_refused(args, *words):
     (["--eval-every=-1"], ["--eval-every -1"]), (["--optimizer=sgd"], ["--optimizer", "muon", "adamw"]),
     (["--data=nowhere.txt"], ["nowhere.txt"]),
     (["--top-k=9"], ["top_k 9"])])
-def test_bad_flags_end_in_one_line(args, words):
+def test_bad_flags_end_in_one_line(args, words, assert_refused):
     assert_refused(args, *words)
 
 
-def test_bad_data_and_folders_end_in_one_line(text, tmp_path):
+def test_bad_data_and_folders_end_in_one_line(text, tmp_path, assert_refused):
     empty, short = tmp_path / "empty.txt", tmp_path / "short.txt"
     empty.write_text("")
     short.write_text("few words")
@@ -341,8 +345,7 @@ def test_bad_data_and_folders_end_in_one_line(text, tmp_path):
     assert_refused([f"--data={text}", *small, f"--out={short}/run"], "--out")
     assert_refused([f"--data={text}", *small, "--tokens=10"], "--tokens")
     short.write_text("ab cd ef\n" * 100)           # 855 bytes to train on, 45 to validate
-    with pytest.raises(ValueError, match="validation part of .*short.txt is 45 tokens .* at least 65"):
-        go(str(short), "run", seq_len=64, batch_tokens=256)
+    assert_refused([f"--data={short}", *small, "--seq-len=64"], "validation part of", "is 45 tokens", "at least 65")
 
 
 def test_existing_run_is_never_overwritten(text):
