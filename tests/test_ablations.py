@@ -92,6 +92,7 @@ def test_rows_survive_and_are_never_trained_twice(results, monkeypatch):
     assert all(line.count("|") == lines[0].count("|") for line in lines)
 
 
+@pytest.mark.slow
 def test_run_that_another_process_is_at_is_left_to_it(results):
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})

@@ -1,14 +1,13 @@
 """Watching the router: kinds of tokens, the table, marks, and the experts it names."""
 
-import subprocess
-import sys
+import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import watch
-from conftest import ROOT
 
 
 @pytest.mark.parametrize("piece, expected", [
@@ -31,7 +30,6 @@ def test_marks_stand_under_the_first_character_of_their_tokens():
 
 
 def test_colours_hide_no_character():
-    import re
     shown = watch.coloured([b"a", b"b\nc", b"d"], [0, 1, 2], 2)
     assert re.sub("\033\\[[0-9;]*m", "", shown) == "expert 0 expert 1 expert -\nab\ncd"
 
@@ -49,7 +47,10 @@ def test_routes_are_the_argmax_of_p_plus_bias_in_every_window(make):
     assert len(set(found.tolist())) > 1
 
 
-def test_folder_without_a_run_is_refused_in_one_line(tmp_path):
-    done = subprocess.run([sys.executable, str(ROOT / "router.py"), str(tmp_path), "--text", __file__],
-                          capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "config.json" in done.stderr
+def test_folder_without_a_run_and_a_block_that_is_not_there_are_refused(tmp_path, make, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        watch.main([str(tmp_path), "--text", __file__])
+    speaker = SimpleNamespace(model=make(), tokenizer=None)
+    monkeypatch.setattr(watch, "open_run", lambda *args: speaker)
+    with pytest.raises(ValueError, match="--block 2: the model has 2 blocks"):
+        watch.main([str(tmp_path), "--text", __file__, "--block", "2"])
