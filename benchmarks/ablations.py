@@ -9,9 +9,10 @@
 Same corpus, tokenizer, batches, schedule (cosine to 5 %) and number of tokens for all; a seed decides on the
 initial weights and on the order of the data. The experts' width is chosen so that every variant has ours'
 active parameters, to about one percent. The shape is SMALL, narrower than the laptop preset, so that all runs
-fit into about 75 minutes of two cores; queries are compressed 2 times and keys 4 times. The optimizers are
-compared on the laptop preset itself. One learning rate serves all variants, but each optimizer keeps the best
-of its own. Nothing is compiled, and all was run and timed on one thread (OMP_NUM_THREADS=1).
+fit into about 45 minutes of two quiet cores; queries are compressed 2 times and keys 4 times. The optimizers
+are compared on the laptop preset itself. One learning rate serves all variants, but each optimizer has its own
+(Muon's from benchmarks/quality.py). Nothing is compiled, and all was run and timed on one thread
+(OMP_NUM_THREADS=1). "seconds" of a row is wall time, whatever else the machine did meanwhile.
 
 The sign rule, b <- b + rate sign(1/E - share), is equation (5) of router.py with AdamW's betas at zero.
 Results lie in benchmarks/results/ablations.json, a row a run.
