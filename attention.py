@@ -227,15 +227,9 @@ class CCA(nn.Module):
         if state is not None:
             k, v = state.append(k, v, context.past)
         mask = context.masks[self.window]
-        o = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None and context.past == 0 and context.T > 1,
-            enable_gqa=True,
-            scale=1 / math.sqrt(self.K),
-        )
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask,
+                                           is_causal=mask is None and context.past == 0 and context.T > 1,
+                                           enable_gqa=True, scale=1 / math.sqrt(self.K))
         return self.o_proj(o.transpose(1, 2).flatten(2))
 
 

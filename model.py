@@ -68,9 +68,8 @@ class ZAYAConfig:
     local_rope_theta: float = option(10_000.0, "RoPE base of the windowed blocks")
     norm_eps: float = option(1e-5, "epsilon of RMSNorm")
     max_seq_len: int = option(4096, "longest context the model is meant for, in tokens")
-    skip_expert: str = option(
-        "identity", "the skip class gives p x, 0, or is left off", ("identity", "zero", "off")
-    )
+    skip_expert: str = option("identity", "the skip class gives p x, 0, or is left off",
+                              ("identity", "zero", "off"))
     init_std: float = option(0.02, "standard deviation of every matrix at the start")
     qk_mean: bool = option(True, "ablation: CCA's q-k mean")
     value_shift: bool = option(True, "ablation: CCA's value shift")
@@ -363,9 +362,8 @@ class ZAYA(nn.Module):
         residual = (residual + self.input_hidden_states_bias) * self.input_hidden_states_scale
         r = None
         for i, block in enumerate(self.blocks):
-            residual, r, load = self.run_block(
-                block, residual, r, context, cache.blocks[i] if cache else None
-            )
+            residual, r, load = self.run_block(block, residual, r, context,
+                                               cache.blocks[i] if cache else None)
             if self.training and torch.is_grad_enabled():
                 # here and not inside the block: a recomputed block must not count twice
                 block.mlp.gate.load += load

@@ -88,9 +88,8 @@ class Muon(torch.optim.Optimizer):
             scale = group["lr"] * 0.2 * math.sqrt(max(rows, cols))
             parts = update.split([p.numel() // (rows * cols) for p in batch.parameters])
             torch._foreach_mul_(batch.parameters, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(
-                batch.parameters, [u.view_as(p) for u, p in zip(parts, batch.parameters)], alpha=-scale
-            )
+            torch._foreach_add_(batch.parameters, [u.view_as(p) for u, p in zip(parts, batch.parameters)],
+                                alpha=-scale)
 
     def named_state(self):
         """{matrix name: momentum (m, n)} of the matrices this rank owns; views, so that loading into them

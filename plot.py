@@ -155,9 +155,8 @@ def finish(panels):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(
-        prog="plot.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="plot.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="folders of runs")
     parser.add_argument("--out", help="file to write, .png or .svg (default: plot.png in the first run)")
     args = parser.parse_args(argv)

@@ -129,9 +129,8 @@ class Balancer:
     def __init__(self, model, lr=1e-3, betas=(0.9, 0.999)):
         self.routers = [block.mlp.gate for block in model.blocks]
         self.num_experts = model.config.num_experts
-        self.optimizer = torch.optim.AdamW(
-            [r.balancing_biases for r in self.routers], lr=lr, betas=betas, weight_decay=0.0
-        )
+        self.optimizer = torch.optim.AdamW([r.balancing_biases for r in self.routers], lr=lr, betas=betas,
+                                           weight_decay=0.0)
 
     @torch.no_grad()
     def step(self, lr=None):
