@@ -122,15 +122,8 @@ def run():
                 val, active = train(kind, lr, int(TOKENS * share), dataset)
                 results = load()
                 results["runs"].append(
-                    {
-                        "kind": kind,
-                        "share": share,
-                        "lr": lr,
-                        "tokens": int(TOKENS * share),
-                        "val": val,
-                        "active": active,
-                        "bits_per_byte": val / math.log(2) / dataset.bytes_per_token,
-                    }
+                    {"kind": kind, "share": share, "lr": lr, "tokens": int(TOKENS * share), "val": val,
+                     "active": active, "bits_per_byte": val / math.log(2) / dataset.bytes_per_token}
                 )
                 save(results)
                 print(results["runs"][-1], flush=True)

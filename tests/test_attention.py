@@ -54,9 +54,8 @@ def test_sequences_shorter_than_the_convolutions_leave_a_state_of_full_width(mak
     for state in cache.blocks:
         assert state.z.shape == (1, 2, (4 + 2) * 16) and state.v_next.shape == (1, 1, 16)
     tokens = ids(1, 8)
-    assert_close(
-        chunked(model, tokens, (T, 8 - T)), model(tokens)[0], 1e-5, f"logits after a first chunk of {T}"
-    )
+    assert_close(chunked(model, tokens, (T, 8 - T)), model(tokens)[0], 1e-5,
+                 f"logits after a first chunk of {T}")
 
 
 def test_delayed_value_of_the_first_token_is_the_projection_of_zeros(make, ids):
@@ -101,15 +100,10 @@ def test_left_padding_changes_nothing(make, ids, window):
     for pad in range(1, 6):
         padded = torch.cat([ids(1, pad, seed=pad), prompt], dim=1)
         segments = torch.cat([torch.full((1, pad), -1), torch.zeros(1, 7, dtype=torch.int64)], dim=1)
-        assert_close(
-            model(padded, segments=segments)[0][:, pad:], expected, 1e-5, f"logits behind {pad} pads"
-        )
-        assert_close(
-            chunked(model, padded, (2, pad + 5), segments)[:, pad:],
-            expected,
-            1e-5,
-            f"cached logits behind {pad} pads",
-        )
+        assert_close(model(padded, segments=segments)[0][:, pad:], expected, 1e-5,
+                     f"logits behind {pad} pads")
+        assert_close(chunked(model, padded, (2, pad + 5), segments)[:, pad:], expected, 1e-5,
+                     f"cached logits behind {pad} pads")
 
 
 @pytest.mark.parametrize("conv_kernels", [(2, 2), (3, 4), (2,), ()])

@@ -41,15 +41,8 @@ def test_parameters_by_group_as_published():
             if any(word in name for word in words)
         )
         groups[key] += p.numel()
-    assert groups == {
-        "embed": 537_133_056,
-        "conv": 13_312_000,
-        "experts": 8_053_063_680,
-        "gate": 26_439_424,
-        "residual": 659_456,
-        "norm": 165_888,
-        "attn": 209_715_280,
-    }
+    assert groups == {"embed": 537_133_056, "conv": 13_312_000, "experts": 8_053_063_680, "gate": 26_439_424,
+                      "residual": 659_456, "norm": 165_888, "attn": 209_715_280}
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
@@ -190,11 +183,8 @@ def test_compiled_blocks_give_the_same_numbers(make, ids):
         _, loss = model(ids(2, 9), ids(2, 9, seed=1))
         loss.backward()
         results.append(
-            (
-                loss,
-                {name: p.grad for name, p in model.named_parameters()},
-                [b.mlp.gate.load for b in model.blocks],
-            )
+            (loss, {name: p.grad for name, p in model.named_parameters()},
+             [b.mlp.gate.load for b in model.blocks])
         )
     assert_close(results[1][0], results[0][0], 1e-6, "loss")
     for name in results[0][1]:

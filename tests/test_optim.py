@@ -81,19 +81,10 @@ def test_every_parameter_is_in_exactly_one_group():
         set(names)
     )
     muon = {name.split("blocks.0.")[-1] for name, _ in lists["muon"] if "blocks.0" in name}
-    assert muon == {
-        "self_attn.q_proj.weight",
-        "self_attn.k_proj.weight",
-        "self_attn.v_proj_current.weight",
-        "self_attn.v_proj_delayed.weight",
-        "self_attn.o_proj.weight",
-        "mlp.gate.down_proj.weight",
-        "mlp.gate.fc1.weight",
-        "mlp.gate.fc2.weight",
-        "mlp.gate.out_proj.weight",
-        "mlp.experts.gate_up_proj",
-        "mlp.experts.down_proj",
-    }
+    assert muon == {"self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj_current.weight",
+                    "self_attn.v_proj_delayed.weight", "self_attn.o_proj.weight", "mlp.gate.down_proj.weight",
+                    "mlp.gate.fc1.weight", "mlp.gate.fc2.weight", "mlp.gate.out_proj.weight",
+                    "mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
     decayed = {name for name, _ in lists["adamw"]}
     assert decayed == {"embed_tokens.weight", *(f"blocks.{i}.self_attn.conv_qk_{c}.weight" for i in range(2)
                                                 for c in ("depthwise", "grouped"))}

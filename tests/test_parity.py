@@ -21,13 +21,11 @@ def twins(seed=0, **changes):
     return ours, transformers_twin(ours)
 
 
-SHAPES = {
-    "published layout": dict(num_blocks=3),
-    "one kv head": dict(num_kv_heads=1, num_heads=6, head_dim=8),
-    "sliding windows": dict(num_blocks=4, sliding_window=6),
-    "wider convolutions": dict(conv_kernels=(3, 4)),
-    "more experts": dict(num_experts=11, expert_hidden_size=20, hidden_size=40),
-}
+SHAPES = {"published layout": dict(num_blocks=3),
+          "one kv head": dict(num_kv_heads=1, num_heads=6, head_dim=8),
+          "sliding windows": dict(num_blocks=4, sliding_window=6),
+          "wider convolutions": dict(conv_kernels=(3, 4)),
+          "more experts": dict(num_experts=11, expert_hidden_size=20, hidden_size=40)}
 
 
 @pytest.mark.parametrize("name", SHAPES)

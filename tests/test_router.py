@@ -199,9 +199,8 @@ def test_health_of_known_loads():
     load = torch.tensor([[5, 5, 5, 5, 0], [20, 0, 0, 0, 0], [9, 3, 0, 0, 8]])
     health = balance_health(load, 4)
     assert health["load_max"].tolist() == [1.0, 4.0, 3.0]
-    assert_close(
-        health["entropy"], torch.tensor([1.0, 0.0, 0.40563906], dtype=torch.float64), 1e-6, "entropy"
-    )
+    assert_close(health["entropy"], torch.tensor([1.0, 0.0, 0.40563906], dtype=torch.float64), 1e-6,
+                 "entropy")
     assert_close(health["skip"], torch.tensor([0.0, 0.0, 0.4], dtype=torch.float64), 1e-6, "skip share")
 
 
