@@ -15,7 +15,7 @@ step), output, exit codes and the machine (probes.py). What it finds has a name 
     fatal       stop and say what to do; also when MAX_RESTARTS starts in a row brought no new checkpoint
 
 A group is broken when its launcher has ended badly, when a rank is gone, or when one is silent: for longer than
-HANG_STEPS median steps and HANG seconds in a step; what has no history (start-up, compiling) gets SLOW seconds.
+HANG_STEPS median steps and HANG seconds in a step (BUSY times that while one computes); what has no history (start-up, compiling) gets SLOW seconds.
 Why it broke is asked in this order: what its output says, exit codes, what the survivors say.
 
 Restarting ranks is torchrun's trade, deciding is Aegis's: give torchrun no --max-restarts. On several nodes,
@@ -54,6 +54,7 @@ from probes import (LINES, REMARKS, SYMPTOMS, Fault, Tail, family, memory_left, 
 # Seconds, unless they say otherwise.
 POLL = 0.1              # between two looks at heartbeats and processes
 HANG_STEPS, HANG = 4.5, 0.85    # silence of so many median steps and seconds is a hang: with POLL, 5 and 1
+BUSY = 10               # times as long, while a rank is not asleep (R or D in /proc)
 SLOW = 600.0            # limit for what has no history: start-up, the first steps of a phase (they compile)
 GRACE = 5.0             # that a launcher gets to report why a rank died
 STRAGGLE, STRAGGLE_STEPS = 4.0, 12      # times the others' own time, median of so many steps
@@ -241,25 +242,26 @@ class Watcher:
         past = self.history[what]
         if what == "step" and len(past) >= 5:
             return HANG_STEPS * statistics.median(past) + HANG
-        if what == "failed":
-            return 2 * GRACE
         return 10 + 5 * max(past) if what in ("evaluate", "save", "sample") and past else SLOW
 
     def hang(self, now):
-        """Silence past the limit. The rank to blame is stopped, or was the first to fall silent."""
+        """Silence past the limit. To blame is who was stopped, or else who was the first to fall silent."""
         at = {rank: beat for rank, beat in self.beats.items() if beat["what"] != "end"}
-        # one that ends with an error takes its time, and the others wait for it
-        at = {rank: beat for rank, beat in at.items() if beat["what"] == "failed"} or at
-        silent = [rank for rank, beat in at.items() if now - beat["time"] > self.limit(beat["what"])]
-        if not self.beats and now - self.launched > SLOW and not self.peers("running"):  # else a spare
+        if failed := [rank for rank, beat in at.items() if beat["what"] == "failed"]:   # the others wait for its end
+            late = all(now - at[rank]["time"] > 2 * GRACE for rank in failed)
+            return self.autopsy(None, failed) if late else None
+        if not self.beats and now - self.launched > SLOW and not self.peers("running"):     # else a spare
             return Fault("no start", "transient", f"no rank in {SLOW:.0f} s", since=self.launched)
+        states = {rank: (process(beat["pid"]) or "?")[0] for rank, beat in at.items()}
+        # who still computes, or waits for a disk, may be slow only: on a crowded machine, or in a long loop
+        patience = BUSY if set(states.values()) & set("RD") and "T" not in states.values() else 1
+        silent = [r for r, beat in at.items() if now - beat["time"] > patience * self.limit(beat["what"])]
         if silent:
-            state = lambda rank: (process(at[rank]["pid"]) or "?")[0]
-            blame = min(silent, key=lambda rank: (state(rank) != "T", at[rank]["time"]))
-            seen = ", ".join(f"rank {rank} at {beat['what']} {beat['step']} ({state(rank)}) for "
+            blame = min(silent, key=lambda rank: (states[rank] != "T", at[rank]["time"]))
+            seen = ", ".join(f"rank {rank} at {beat['what']} {beat['step']} ({states[rank]}) for "
                              f"{now - beat['time']:.2f} s" for rank, beat in sorted(at.items()))
-            seen += f"; allowed {self.limit(at[silent[0]]['what']):.2f} s"
-            return Fault("hang", "transient", seen, rank=blame, since=at[blame]["time"])
+            allowed = patience * self.limit(at[blame]["what"])
+            return Fault("hang", "transient", f"{seen}; allowed {allowed:.2f} s", rank=blame, since=at[blame]["time"])
 
     def straggler(self):
         """A rank whose own work takes several times the others' (or the other nodes' usual), told once."""

@@ -119,6 +119,11 @@ def test_hang_is_seen_within_five_median_steps_and_a_second(tmp_path, body):
     assert events(tmp_path, "done")
 
 
+def test_rank_that_computes_for_long_is_not_taken_for_a_hang(tmp_path):
+    body = "end = time.time() + 2.5 * (step == 150)\n    while time.time() < end: pass"
+    assert watcher(tmp_path, body, steps=200).watch() == 0 and faults(tmp_path) == []
+
+
 def test_rank_that_ends_with_an_error_is_waited_for(tmp_path):
     body = "if step == 20 and not starts: heart.beat('failed'); time.sleep(2); sys.exit('MemoryError')"
     assert watcher(tmp_path, body).watch() == 0
