@@ -10,9 +10,10 @@ Same corpus, tokenizer, batches, schedule (cosine to 5 %) and number of tokens f
 initial weights and on the order of the data. The experts' width is chosen so that every variant has ours'
 active parameters, to about one percent. The shape is SMALL, narrower than the laptop preset, so that all runs
 fit into about 45 minutes of two quiet cores; queries are compressed 2 times and keys 4 times. The optimizers
-are compared on the laptop preset itself. One learning rate serves all variants, but each optimizer has its own
-(Muon's from benchmarks/quality.py). Nothing is compiled, and all was run and timed on one thread
-(OMP_NUM_THREADS=1). "seconds" of a row is wall time, whatever else the machine did meanwhile.
+are compared on the laptop preset itself. One learning rate serves all variants, but each optimizer keeps the
+best of its own. Nothing is compiled, and all was run and timed on one thread (OMP_NUM_THREADS=1). "seconds" of
+a row is wall time, whatever else the machine did meanwhile. A difference is a tie if its 95 % interval over the
+paired seeds (Student's t; wide, with three) holds zero.
 
 The sign rule, b <- b + rate sign(1/E - share), is equation (5) of router.py with AdamW's betas at zero.
 Results lie in benchmarks/results/ablations.json, a row a run.
@@ -79,7 +80,7 @@ VARIANTS = {
     "top-2 of 16 half as wide": Variant(dict(top_k=2, num_experts=16)),
     "dense": Variant(DENSE),
     "dense, equal time": Variant(DENSE, like="ours"),
-    "Muon": Variant(base={}, rates=(0.024,)),
+    "Muon": Variant(base={}, rates=(0.024, 0.012)),
     "AdamW": Variant(base={}, optimizer="adamw", rates=(0.004, 0.002, 0.008)),
     "AdamW, equal time": Variant(base={}, optimizer="adamw", rates="AdamW", like="Muon"),
 }
@@ -238,16 +239,22 @@ def measure():
     print(ms)
 
 
+T95 = {2: 12.71, 3: 4.303}      # Student's t, 95 % of both sides, by number of seeds
+
+
 def against(results, name, other):
-    """Difference name - other in bits a byte, seed by seed: (mean, standard error); None below two seeds."""
+    """Difference name - other in bits a byte, seed by seed: (mean, half the width of its 95 % interval); None
+    below two seeds."""
     a, b = rows(results, name), rows(results, other)
     gaps = [a[seed]["bits_per_byte"] - b[seed]["bits_per_byte"] for seed in a.keys() & b.keys()]
-    return (statistics.mean(gaps), statistics.stdev(gaps) / math.sqrt(len(gaps))) if len(gaps) > 1 else None
+    if len(gaps) < 2:
+        return None
+    return statistics.mean(gaps), T95[len(gaps)] * statistics.stdev(gaps) / math.sqrt(len(gaps))
 
 
 def verdict(gap):
-    """"better", "worse", or "tie": within twice the standard error of the differences; "" without a gap."""
-    return "" if gap is None else "tie" if abs(gap[0]) <= 2 * gap[1] else "worse" if gap[0] > 0 else "better"
+    """"better", "worse", or "tie": zero lies in the 95 % interval; "" without a gap."""
+    return "" if gap is None else "tie" if abs(gap[0]) <= gap[1] else "worse" if gap[0] > 0 else "better"
 
 
 def loss_of(own):
@@ -258,7 +265,7 @@ def loss_of(own):
     return f"{statistics.mean(values):.3f}{spread}{missing}"
 
 
-HEAD = ("variant", "parameters active / total", "tokens", "bits a byte", "against", "difference", "we find",
+HEAD = ("variant", "parameters active / total", "tokens", "bits a byte", "against", "difference, 95 %", "we find",
         "papers", "same order", "entropy of the load")
 
 
@@ -281,9 +288,11 @@ def table():
 
 
 def evenness(own):
-    """Final entropy of the loads, and the median step from which it once was 0.99."""
+    """Final entropy of the loads, and the median step at which it first was 0.99; "" for a dense model."""
+    if all(r["active"] == r["total"] for r in own.values()):
+        return ""
     after = sorted(r["even_after"] or math.inf for r in own.values())[len(own) // 2]
-    reached = f"0.99 at step {after}" if after < math.inf else "0.99 never"
+    reached = f"0.99 at step {after}" if after < math.inf else "never 0.99"
     return f"{statistics.mean(r['entropy'] for r in own.values()):.3f}, {reached}"
 
 
