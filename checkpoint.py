@@ -235,7 +235,9 @@ def load_weights(path):
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
             return content["meta"], content["model"]
-        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError):
+        except OSError:
+            raise
+        except Exception:                   # what an unpickler stumbles over in a foreign file is endless
             raise ValueError(f"{path} is damaged or not made by: checkpoint.py RUN --export FILE") from None
     if damage := _damage(path):
         raise ValueError(f"checkpoint {path} is damaged: {damage}")

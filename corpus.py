@@ -40,6 +40,8 @@ def find_corpus(source="stdlib"):
 
     FileNotFoundError for a missing path; ValueError for no text, or a standard library under STDLIB_MIN.
     """
+    if not str(source):
+        raise ValueError("the data has no name: name a text file, a folder, or stdlib")
     root = path = Path(sysconfig.get_path("stdlib") if source == "stdlib" else source)
     if source == "stdlib":
         found = [p for p in path.rglob("*.py") if _wanted(p.relative_to(path))]

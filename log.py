@@ -28,8 +28,8 @@ from tqdm import tqdm
 
 import guard
 from cards import CARDS
-from tokenizer import write_atomically
 from router import balance_health
+from tokenizer import write_atomically
 
 
 class Log:
@@ -43,11 +43,13 @@ class Log:
     def rewind(self, step):
         """Drops the rows past this step: they will be made again."""
         if self.rank == 0:
-            old = self.table.read_text() if self.table.exists() else f"# {json.dumps(self.header)}\n"
+            old = self.table.read_text(errors="replace") if self.table.exists() else ""
             whole = old[:old.rfind("\n") + 1].splitlines()      # a run that was killed may have left half a row
-            kept = [row for row in whole if not row[:1].isdigit() or int(row.split(",")[0]) <= step]
-            write_atomically(self.table, ("\n".join(kept) + "\n").encode())
-            self.titled = len(kept) > 1
+            number = lambda row: int(n) if (n := row.split(",")[0]).isdecimal() else step + 1
+            kept = [row for row in whole if row.startswith("step,") or number(row) <= step]
+            comment = next((row for row in whole if row.startswith("# ")), f"# {json.dumps(self.header)}")
+            write_atomically(self.table, "\n".join([comment, *kept, ""]).encode())
+            self.titled = bool(kept)
 
     def say(self, text):
         if self.rank == 0:

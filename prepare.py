@@ -13,7 +13,6 @@ Run: `python prepare.py`.
 
 import ctypes
 import dataclasses
-import json
 import os
 import sys
 from pathlib import Path
@@ -25,7 +24,7 @@ import checkpoint
 import data
 from model import ZAYA, ZAYAConfig, require
 from recipe import TrainConfig, plan
-from speaker import newest_run
+from speaker import newest_run, read_run
 
 
 # -------------------------------------------------------------------------------- the folder
@@ -57,12 +56,15 @@ def saved_config(argv):
     file = Path(out or "") / "config.json"
     if not flag(argv, "--resume") or out is None or not file.exists():
         return {}
-    try:
-        saved = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged: {error}") from None
     known = {f.name for f in dataclasses.fields(TrainConfig)} - {"resume", "init", "dry_run"}
-    return {name: value for name, value in saved.items() if name in known} | {"out": str(out)}
+    saved = {name: value for name, value in read_run(out).items() if name in known} | {"out": str(out)}
+    try:
+        TrainConfig(**saved), ZAYAConfig(**saved["model"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
+    asked, has = flag(argv, "--preset"), saved.get("preset")
+    require(asked in (None, has), f"--preset {asked}: {out} is a run of --preset {has}; take another --out")
+    return saved
 
 
 def flag(argv, name):

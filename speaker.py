@@ -85,19 +85,24 @@ def newest_run(folder="runs"):
     return max(numbered, key=lambda f: int(f.name), default=None)
 
 
+def read_run(folder):
+    """config.json of a run of train.py, a dict. FileNotFoundError or ValueError: it is not there, or damaged."""
+    if not (Path(folder) / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} is not the folder of a run: it has no config.json")
+    try:
+        saved = json.loads((Path(folder) / "config.json").read_text())
+    except ValueError as error:
+        raise ValueError(f"{folder}/config.json is damaged: {error}") from None
+    require(isinstance(saved, dict) and isinstance(saved.get("model"), dict) and "tokenizer_file" in saved,
+            f"{folder}/config.json is not of train.py; for official weights use --weights {folder}")
+    return saved
+
+
 def open_run(folder, dtype, device):
     """Speaker of a run of train.py. FileNotFoundError or ValueError: no run, or no whole checkpoint in it."""
     if folder is None:
         raise FileNotFoundError("no run under runs/: train one (python train.py), or name --run or --weights")
-    folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} is not the folder of a run: it has no config.json")
-    try:
-        saved = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise ValueError(f"{folder}/config.json is damaged: {error}") from None
-    require(isinstance(saved.get("model"), dict) and "tokenizer_file" in saved,
-            f"{folder}/config.json is not of train.py; for official weights use --weights {folder}")
+    folder, saved = Path(folder), read_run(folder)
     meta, weights = checkpoint.load_weights(folder)
     try:
         model = ZAYA(ZAYAConfig(**saved["model"]))

@@ -41,6 +41,7 @@ from prepare import (build_model, complete, flag, open_sources, pick_device, res
 from recipe import PUBLISHED_RANKS, TrainConfig, micro_steps, plan, print_plan
 from router import Balancer
 from sample import generate
+from speaker import read_run
 from tokenizer import write_atomically
 
 
@@ -174,7 +175,7 @@ class Run:
         require(path or not kept, f"{self.out}: every checkpoint is damaged, so there is nothing to go on "
                                   "from; start anew with another --out")
         if path:
-            saved = json.loads((self.out / "config.json").read_text())["tokenizer_file"]
+            saved = read_run(self.out)["tokenizer_file"]
             before = data.get_tokenizer(f"{saved}:{self.out / 'tokenizer.json'}")
             require(before.digest() == self.dataset.tokenizer.digest(),
                     "the text now gives another tokenizer than the run has: "

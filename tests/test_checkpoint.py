@@ -185,8 +185,10 @@ def test_load_weights_takes_every_path_a_user_may_name(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no undamaged checkpoint"):
         load_weights(tmp_path)
     (tmp_path / "bad.pt").write_bytes((tmp_path / "w.pt").read_bytes()[:300])
-    with pytest.raises(ValueError, match="bad.pt is damaged or not made by"):
-        load_weights(tmp_path / "bad.pt")
+    (tmp_path / "text.pt").write_text("The quick brown fox.\n" * 40)
+    for name in ("bad.pt", "text.pt"):
+        with pytest.raises(ValueError, match=f"{name} is damaged or not made by"):
+            load_weights(tmp_path / name)
 
 
 # ------------------------------------------------------------------------------------------ which are kept

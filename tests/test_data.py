@@ -40,6 +40,8 @@ def test_missing_paths_and_empty_folders_are_named(tmp_path):
         data.load(tmp_path / "no-such", cache_dir=tmp_path)
     with pytest.raises(ValueError, match="has no text"):
         data.load(tmp_path, cache_dir=tmp_path / "cache")
+    with pytest.raises(ValueError, match="no name"):            # and not all texts of the current folder
+        data.load("", cache_dir=tmp_path / "cache")
 
 
 def test_folder_loads_whole_and_in_hashed_order(tmp_path, cache):

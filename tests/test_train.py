@@ -356,6 +356,25 @@ def test_existing_run_is_never_overwritten(text):
     assert before == {f: f.read_bytes() for f in Path("run").rglob("*") if f.is_file()}
 
 
+def test_damaged_configuration_is_named_and_nothing_is_lost(text, assert_refused):
+    go(text, "run", tokens=256)
+    file, before = Path("run/config.json"), {f: f.read_bytes() for f in Path("run").rglob("*") if f.is_file()}
+    saved = json.loads(file.read_text())
+    for wrong in ("{", "[]", "{}", "\xff", {"model": 3}, {"model": {"foo": 1}}, {"lr": [1]}, {"seed": None}):
+        content = wrong if isinstance(wrong, str) else json.dumps({**saved, **wrong})
+        file.write_text(content)
+        assert_refused(["--resume=auto", "--out=run", "--tokens=512"], "run/config.json is")
+        file.write_bytes(before[file])
+        assert before == {f: f.read_bytes() for f in Path("run").rglob("*") if f.is_file()}, wrong
+    assert_refused(["--resume=auto", "--out=run", "--preset=laptop"], "--preset laptop", "--preset tiny")
+
+
+def test_log_goes_on_behind_its_last_whole_row(tmp_path):
+    (tmp_path / "log.csv").write_bytes(b"# {}\nstep,x\n1,a\n3x\n\xff\n2,b\n3,c\n1")
+    log.Log(tmp_path, 0, {}, step=2).row({"step": 3, "x": "d"})
+    assert (tmp_path / "log.csv").read_text() == "# {}\nstep,x\n1,a\n2,b\n3,d\n"
+
+
 def test_folder_with_other_files_is_not_taken_for_a_run(text, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("mine")
