@@ -364,8 +364,9 @@ class Watcher:
                                      (GAVE_UP, "gave up", "look at the data and at --lr")):
             if status in codes or code == status:
                 return Fault(what, "fatal", (words or [f"exit status {status}"])[-1][:300], advice, **facts)
-        if code is not None and code < 0 and launcher:
-            return Fault("launcher killed", "transient", f"signal {-code}", **facts)
+        orphans = [beat["pid"] for beat in self.beats.values() if process(beat["pid"])]
+        if launcher and ((code or 0) < 0 or (orphans and not process(self.pid))):    # it never leaves ranks behind
+            return Fault("launcher killed", "transient", f"exit status {code}, {len(orphans)} ranks live on", **facts)
         codes = [c for c in codes if c != -signal.SIGTERM]      # what torchrun ends the others with
         if any(c < 0 for c in codes):
             killed = codes.count(-signal.SIGKILL)

@@ -507,26 +507,28 @@ def calm(count=20):
             run.screen.unlink()
 
 
-def overhead(steps=24):
-    """Milliseconds a step of the laptop preset, and what of them guard, heartbeat and watcher take. The guard's
-    calls are timed inside the real loop; the watcher's processor time is its own, out of /proc."""
+def overhead(steps=6):
+    """What a step of the laptop preset takes, and what of it guard and heartbeat; and the watcher's processor
+    time around it. The guard's calls are timed one by one in the same process, as medians: a difference of two
+    whole trainings would drown in noise."""
     with tempfile.TemporaryDirectory(prefix="faults") as folder:
         timings, run = Path(folder) / "timings.json", Run(Path(folder), "laptop", ranks=1)
         program = [sys.executable, str(Path(__file__).resolve()), "timed", str(timings), "--tokens", str(steps * 4096),
-                   "--data", "stdlib", "--resume", "auto", "--out", str(run.out), "--eval-every", "0", "--sample-every",
-                   "0", "--save-every", "10", "--compile", "off"]
+                   "--resume", "auto", "--out", str(run.out), "--eval-every", "0", "--sample-every", "0",
+                   "--save-every", "0", "--compile", "off", "--eval-tokens", "256"]
         run.watching = [*run.watching[:run.watching.index("--probe-every")], "--", *program]
-        run.env.pop("OMP_NUM_THREADS")
+        del run.env["OMP_NUM_THREADS"], run.env["XDG_CACHE_HOME"]
         run.start()
-        wait(lambda: any(b["what"] == "step" for b in run.beats().values()), 300)
+        wait(lambda: run.beats(), 120)
         begun, used = time.monotonic(), processor_seconds(run.process.pid)
-        wait(lambda: any(b["what"] in ("sample", "end") for b in run.beats().values()), 300)
-        passed_s, used = time.monotonic() - begun, processor_seconds(run.process.pid) - used
-        assert run.process.wait(120) == 0, run.screen.read_text()[-2000:]
-        result = json.loads(timings.read_text()) | {"watcher_share": used / passed_s / os.cpu_count()}
+        wait(lambda: timings.exists() or run.process.poll() is not None, 600)
+        share = (processor_seconds(run.process.pid) - used) / (time.monotonic() - begun) / os.cpu_count()
+        status = run.process.wait(60)
+        if status:
+            raise RuntimeError(f"status {status}: {run.screen.read_text()[-2000:]}")
+        store("overhead", json.loads(timings.read_text()) | {"watcher_share": share})
         run.screen.unlink()
-    store("overhead", result)
-    print(json.dumps(result))
+    return table()
 
 
 def processor_seconds(pid):
@@ -535,47 +537,56 @@ def processor_seconds(pid):
 
 
 def timed(file, *argv):
-    """train.py with a clock around each call of the guard and the heartbeat; writes what a step took."""
+    """A short train.py that notes its steps; then times what guard and heartbeat do in each, on its own model."""
+    import torch
+
     import guard
     import train
-    spent, steps = {}, []
+    steps, seen, gradients = [], [], train.Run.gradients
 
-    def clock(owner, name):
-        real = getattr(owner, name)
-
-        def call(*args, **kwargs):
-            begun = time.perf_counter()
-            try:
-                return real(*args, **kwargs)
-            finally:
-                spent.setdefault(name, []).append(1e3 * (time.perf_counter() - begun))
-        setattr(owner, name, call)
-
-    for owner, name in ((guard, "judge"), (guard, "damage"), (guard.Loads, "add"), (guard.Loads, "look"),
-                        (guard.Heartbeat, "beat"), (guard.Heartbeat, "mark"), (guard, "share_mean")):
-        clock(owner, name)
-    gradients = train.Run.gradients
-    train.Run.gradients = lambda run, step: steps.append(time.perf_counter()) or gradients(run, step)
+    def noted(run, step):
+        steps.append(time.perf_counter())
+        seen[:] = [run]
+        return gradients(run, step)
+    train.Run.gradients = noted
     train.main(list(argv))
-    median = {name: statistics.median(times) for name, times in spent.items()}
-    calls = {name: len(times) / len(steps) for name, times in spent.items()}
-    # share_mean also waits for the step's own work on a GPU, and would have been an .item() anyway; damage comes
-    # every CHECK_EVERY steps here (a run that saves more often than that pays it as a part of its saves).
-    own = {name: median[name] * (2 / guard.CHECK_EVERY if name == "damage" else calls[name]) for name in median}
-    step_ms = 1e3 * statistics.median(b - a for a, b in zip(steps[3:], steps[4:]))
-    Path(file).write_text(json.dumps({"step_ms": step_ms, "ms_a_step": own, "damage_ms": median["damage"]}))
+    run, memory = seen[0], guard.new_memory()
+    load = torch.ones(run.cfg.model.num_blocks, run.cfg.model.num_classes, dtype=torch.int64)
+    for step in range(guard.WINDOW):
+        guard.judge(memory, step, 2.0 + step % 7 / 100, 0.4 + step % 5 / 100, True)
+
+    def median_ms(call, times=51):
+        taken = []
+        for _ in range(times):
+            begun = time.perf_counter()
+            call()
+            taken.append(1e3 * (time.perf_counter() - begun))
+        return statistics.median(taken)
+
+    loss, norm = torch.tensor(2.0), torch.tensor(0.4)
+    step = {"judge": median_ms(lambda: guard.judge(memory, 100, *guard.share_mean(loss, norm, 1), True)),
+            "loads": median_ms(lambda: run.loads.add(load)),
+            "beats": 2 * median_ms(lambda: run.heart.beat("step", 1)) + median_ms(run.heart.mark),
+            "damage": median_ms(lambda: guard.damage(run.model, 1)) / guard.CHECK_EVERY}
+    taken = 1e3 * statistics.median(b - a for a, b in zip(steps[1:], steps[2:]))
+    Path(file).write_text(json.dumps({"step_ms": taken, "ms_a_step": step}))
 
 
 def table():
     """Markdown: all three results."""
     results = load()
     calm, cost = results["calm"], results["overhead"]
-    alarms, own = sum(bool(row["alarms"]) or row["status"] != 0 for row in calm), sum(cost["ms_a_step"].values())
-    return "\n".join([
-        tally(), "", f"{len(calm)} undisturbed runs of as many seeds, each through warm-up and three phases: "
-        f"{alarms} with a false alarm.", "",
-        f"Of a step of {cost['step_ms']:.0f} ms (laptop preset, one process) guard and heartbeat took {own:.2f} ms "
-        f"({own / cost['step_ms']:.2%}), and the watcher {cost['watcher_share']:.2%} of the processors."])
+    lines = [tally()] if results["injections"] else []
+    if calm:
+        alarms = sum(bool(row["alarms"]) or row["status"] != 0 for row in calm)
+        lines += ["", f"{len(calm)} undisturbed runs of as many seeds, each through warm-up and three phases: "
+                  f"{alarms} with a false alarm."]
+    if cost:
+        own = sum(cost["ms_a_step"].values())
+        lines += ["", f"Of a step of {cost['step_ms']:.0f} ms (laptop preset, one process) guard and heartbeat took "
+                  f"{own:.2f} ms ({own / cost['step_ms']:.2%}), and the watcher {cost['watcher_share']:.2%} of the "
+                  "processors."]
+    return "\n".join(lines)
 
 
 def tally():

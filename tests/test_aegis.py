@@ -267,6 +267,17 @@ def test_autopsy_tells_causes_from_consequences(tmp_path, code, said, what):
     watch.lock.close()
 
 
+def test_launcher_that_was_no_child_and_left_ranks_behind_was_killed(tmp_path):
+    """After Aegis itself was started anew, there is no exit status to ask for."""
+    watch = watcher(tmp_path)
+    watch.pid, watch.said, watch.dying = 2**22 - 1, [], time.monotonic()        # no such process
+    ranks(watch, os.getpid(), os.getpid())
+    assert watch.autopsy(None, []).what == "launcher killed"
+    ranks(watch, 2**22 - 2)
+    assert watch.autopsy(None, [0]).what == "unexplained end"
+    watch.lock.close()
+
+
 @pytest.mark.parametrize("command, words", [
     ([], "what to watch"), (["train.py", "--resume", "auto"], "--out"), (["train.py", "--out=x"], "--resume")])
 def test_command_that_could_not_be_started_again_is_refused(command, words):
