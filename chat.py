@@ -51,6 +51,7 @@ class SampleConfig:
         for name, least in dict(num_samples=1, max_new_tokens=1, context=1, top_k=0, temperature=0).items():
             value, flag = getattr(self, name), "--" + name.replace("_", "-")
             require(value >= least, f"{flag} is {value}, at least {least} is needed")
+        require(self.num_samples <= 10_000, f"--num-samples is {self.num_samples}, at most 10000 fit a batch")
         require(0 <= self.top_p <= 1, f"--top-p is {self.top_p}, it must be between 0 and 1")
         require(self.temperature < float("inf"), "--temperature must be a finite number")
         require(0 <= (self.seed or 0) < 2**63, f"--seed is {self.seed}, it must be from 0 to 2^63 - 1")
@@ -170,7 +171,9 @@ def pick_device(name):
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     except RuntimeError:
         raise ValueError(f"--device {name} is unknown: cpu, cuda, cuda:1, ... or auto") from None
-    require(device.type != "cuda" or torch.cuda.is_available(), f"--device {name}: torch sees no GPU")
+    require(device.type in ("cpu", "cuda"), f"--device {name} is not supported: cpu, cuda, cuda:1, ... or auto")
+    require(device.type == "cpu" or (device.index or 0) < torch.cuda.device_count(),
+            f"--device {name}: torch sees {torch.cuda.device_count()} GPUs")
     return device
 
 

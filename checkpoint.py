@@ -31,7 +31,6 @@ strangers exchange the plain .pt of `export`. Checksums find damage, not forgery
 ranks (FSDP).
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -251,9 +250,13 @@ def export(path, file):
     """Writes {"model": {name: tensor}, "meta": dict} to one file for torch.load(file, weights_only=True)."""
     meta, weights = load_weights(path)
     temporary = Path(f"{file}.tmp")
-    torch.save({"model": weights, "meta": meta}, temporary)
-    _fsync(temporary)
-    temporary.replace(file)
+    try:
+        with open(temporary, "wb") as stream:       # given a path, torch would hide why it cannot be written
+            torch.save({"model": weights, "meta": meta}, stream)
+        _fsync(temporary)
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------------- folders
@@ -445,7 +448,7 @@ def demo():
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description="Lists or exports a run's checkpoints; alone, shows itself.")
+    parser = config.Parser(description="Lists or exports a run's checkpoints; alone, shows itself.")
     parser.add_argument("run", nargs="?", help="a run's folder (for --export also one checkpoint)")
     parser.add_argument("--export", metavar="FILE", help="write the newest weights as one plain .pt")
     args = parser.parse_args(argv)

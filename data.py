@@ -18,7 +18,6 @@ Glossary
 Left out: packing documents without cuts (model.py takes `segments` for packed rows), and de-duplication.
 Run: `python data.py` (demonstration), `python data.py tokenize SOURCE OUT --tokenizer SPEC --workers N`.
 """
-import argparse
 import hashlib
 import os
 import re
@@ -31,7 +30,7 @@ import numpy as np
 import torch
 
 import shards
-from config import run
+from config import Parser, run
 from corpus import find_corpus
 from shards import LongArray, content_key, open_shards, tokenize
 from tokenizer import cache_folder, get_tokenizer, is_recipe
@@ -239,7 +238,7 @@ def demonstrate():
 def main(argv):
     if argv[:1] == ["tokenize"]:                # here, where a reader who has a text looks first
         return shards.command(argv[1:])
-    parser = argparse.ArgumentParser("data.py", description="Without a command: a demonstration.")
+    parser = Parser("data.py", description="Without a command: a demonstration.")
     parser.add_argument("command", nargs="?", choices=["tokenize"], help="token shards; has its own --help")
     parser.parse_args(argv)
     demonstrate()

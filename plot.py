@@ -31,11 +31,16 @@ def read(run):
     ValueError if there is none."""
     file = Path(run) / "log.csv"
     require(file.exists(), f"{run} holds no log.csv: name the folder of a run, as in runs/001")
-    comment, *lines = file.read_text().splitlines()
+    text = file.read_text(errors="replace")
+    comment, *lines = text[:text.rfind("\n") + 1].splitlines() or [""]      # without a last row that is being written
     rows = list(csv.DictReader(lines))
     require(rows, f"{file} has no row yet")
     number = lambda text: float(text) if text else float("nan")
-    return json.loads(comment[2:]), {k: [r[k] if k in TEXT else number(r[k]) for r in rows] for k in rows[0]}
+    try:
+        columns = {k: [r[k] if k in TEXT else number(r[k]) for r in rows] for k in rows[0]}
+        return json.loads(comment[2:]), columns
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
 
 
 def by_block(cells):
@@ -155,8 +160,8 @@ def finish(panels):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(prog="plot.py", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = config.Parser(prog="plot.py", description=__doc__,
+                           formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="folders of runs")
     parser.add_argument("--out", help="file to write, .png or .svg (default: plot.png in the first run)")
     args = parser.parse_args(argv)

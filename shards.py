@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from config import Parser
 from corpus import find_corpus, first_text, plan_shards, read_range
 from tokenizer import PATTERN, get_tokenizer, is_recipe, train_bpe, write_atomically
 
@@ -175,7 +176,7 @@ class LongArray:
 
 def command(argv):
     """What `python data.py tokenize` does. ValueError and OSError for the user's mistakes."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "data.py tokenize", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         description="Write token shards, in parallel; called again it goes on where it was interrupted.")
     parser.add_argument("source", help="a text file, a folder of text files, or stdlib")

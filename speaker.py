@@ -106,9 +106,10 @@ def open_run(folder, dtype, device):
     meta, weights = checkpoint.load_weights(folder)
     try:
         model = ZAYA(ZAYAConfig(**saved["model"]))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{folder}/config.json holds no possible model: {error}") from None
-    model.load_state_dict(weights)
+        model.load_state_dict(weights)
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[-1].strip()        # of many tensors that do not fit, one
+        raise ValueError(f"{folder}/config.json is not that of its weights: {reason}") from None
     tokenizer = get_tokenizer(f"{saved['tokenizer_file']}:{folder / 'tokenizer.json'}")
     return Speaker(model.to(device=device, dtype=dtype), tokenizer, f"{folder}, step {meta.get('step')}",
                    (tokenizer.eot,), default="def " if saved.get("data") == "stdlib" else "\n")

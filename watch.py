@@ -125,8 +125,8 @@ def picture(ratio, num_experts, title, out):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(prog="router.py", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = config.Parser(prog="router.py", description=__doc__,
+                           formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="folder of a run of train.py")
     parser.add_argument("--text", required=True, help="file to read")
     parser.add_argument("--block", type=int, default=-1, help="block to watch (default: the last)")

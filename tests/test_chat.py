@@ -15,7 +15,7 @@ from chat import SampleConfig
 from conftest import ROOT, Turns
 from model import ZAYA, ZAYAConfig
 from sample import generate
-from speaker import Speaker, Text
+from speaker import Speaker, Text, open_run
 from tokenizer import get_tokenizer
 
 
@@ -63,6 +63,14 @@ def runs(tmp_path_factory):
     return base
 
 
+def test_weights_that_do_not_fit_the_configuration_are_named(runs, monkeypatch):
+    saved = json.loads((runs / "runs/007/config.json").read_text())
+    saved["model"]["hidden_size"] = 40
+    monkeypatch.setattr("speaker.read_run", lambda folder: saved)
+    with pytest.raises(ValueError, match="config.json is not that of its weights: size mismatch for .*"):
+        open_run(runs / "runs/007", None, "cpu")
+
+
 def command(runs, *args):
     line = [sys.executable, ROOT / "sample.py", *args]
     return subprocess.run(line, cwd=runs, capture_output=True, text=True, timeout=100)
@@ -90,6 +98,7 @@ def test_the_command_takes_prompts_from_flags_and_a_file(runs):
     (["--tempertaure", "1"], "did you mean --temperature"), (["--top-k", "x"], "--top-k"),
     (["--top-p", "3"], "--top-p is 3.0"), (["--kernels", "hip"], "--kernels hip cannot run"),
     (["--device", "abacus"], "--device abacus is unknown"),
+    (["--device", "mps"], "--device mps is not supported"), (["--num-samples", "1000000000"], "at most 10000"),
     (["--prompt", "<|foo|>", "--special"], "unknown special token <|foo|>"),
     (["--prompts", "none.txt"], "none.txt"), (["--prompt", "x" * 300], "exceeds the context of 256")])
 def test_mistakes_end_in_one_line_and_status_2(args, complaint, runs, monkeypatch, capsys):

@@ -572,6 +572,13 @@ def test_command_line_lists_exports_and_fails_in_one_line(tmp_path, monkeypatch,
         return end.value.code, capsys.readouterr().err
     code, error = run(tmp_path / "nowhere")
     assert code == 2 and "nowhere" in error and error.count("\n") == 1
+    (tmp_path / "folder").mkdir()
+    for file, reason in (("no/w.pt", "No such file"), ("folder", "Is a directory")):
+        code, error = run(tmp_path / "run", "--export", tmp_path / file)
+        assert code == 2 and error.count("\n") == 1 and reason in error, error
+    assert names(tmp_path) == ["folder", "run"]
+    code, error = run(tmp_path, "--foo")
+    assert code == 2 and error.count("\n") == 1 and "--foo" in error
     code, error = run(tmp_path, "--export", tmp_path / "w.pt")
     assert code == 2 and "no undamaged checkpoint" in error and not (tmp_path / "w.pt").exists()
     assert run("--export", "w.pt")[0] == 2

@@ -66,6 +66,20 @@ def test_picture_of_one_run_and_of_several(run, tmp_path, ending, start):
         assert file.read_bytes().startswith(start) and file.stat().st_size > 10_000
 
 
+def test_half_a_row_is_left_out_and_a_damaged_log_is_named(run):
+    whole, log = plot.read(run)[1], run / "log.csv"
+    text = log.read_text()
+    log.write_text(text + "40,300,two,0.0")
+    assert str(plot.read(run)[1]) == str(whole)
+    for damage in (text.replace("0.05", "x"), text.replace("# {", "# "), text.replace("3.5", "\xff")):
+        log.write_text(damage, encoding="latin-1")
+        with pytest.raises(ValueError, match="log.csv is damaged"):
+            plot.read(run)
+    log.write_text("")
+    with pytest.raises(ValueError, match="no row yet"):
+        plot.read(run)
+
+
 def test_folder_without_a_log_is_refused(tmp_path):
     with pytest.raises(ValueError, match="log.csv"):
         plot.main([str(tmp_path)])
