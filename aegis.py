@@ -521,7 +521,7 @@ def draw(run):
     colors = {"training": "white", "starting": "tab:olive", "down": "tab:red", "over": "tab:gray"}
     named = set()
     for state, begin, end in timeline(events):
-        axis.axvspan(begin, end, color=colors[state], alpha=0.25, lw=0, label=None if state in named else state)
+        axis.axvspan(begin, end, color=colors[state], alpha=0.25, lw=0, label=None if state in named | {"training"} else state)
         named.add(state)
     seconds, steps = steps_over_time(events)
     axis.plot(seconds, steps, color="tab:blue", lw=1.2)
