@@ -459,14 +459,16 @@ def test_signal_saves_and_leaves_and_the_rest_is_bitwise_equal(text, number):
 @pytest.mark.parametrize("moment", ["evaluate", "save"])
 def test_signal_while_evaluating_or_saving_stops_at_that_step(text, moment, monkeypatch):
     """Another one while the last checkpoint is written costs nothing."""
-    real = getattr(train.Run, moment)
+    real, late = getattr(train.Run, moment), []
+    before = signal.signal(signal.SIGTERM, lambda *_: late.append("after the run had let go of its signals"))
 
     def interrupted(run, *args):
         os.kill(os.getpid(), signal.SIGTERM)
         return real(run, *args)
     with monkeypatch.context() as patch:
         patch.setattr(train.Run, moment, interrupted)
-        assert go(text, "run")["step"] == 4
+        assert go(text, "run")["step"] == 4 and not late
+    signal.signal(signal.SIGTERM, before)
     assert json.loads(Path("run/events.jsonl").read_text().splitlines()[-1])["what"] == "stopped"
     assert checkpoint.latest("run/checkpoints", log=pytest.fail).name == "step_00000004"
     go(text, "run", resume="auto")
