@@ -6,30 +6,32 @@
     python aegis.py                                    a demonstration: a stand-in for a training is killed once
 
 The loop's own guard (guard.py) skips bad steps and rolls back. This is the other half, around the run: one
-process a node starts the command and reads heartbeats (a line that each rank writes in place, several times a
-step), output, exit codes and the machine (probes.py). What it finds has a name and a class, and the class decides:
+process a node starts the command and reads heartbeats (a line that each rank writes in place, several times
+a step), output, exit codes and the machine (probes.py). What it finds has a name and a class, and the class
+decides:
 
     transient   end what is left of the group, start it again from the newest checkpoint, after a back-off
     data        the guard's: skip, roll back
     node        leave the run to the other nodes; without others: say so, and go on as long as it goes
     fatal       stop and say what to do; also when MAX_RESTARTS starts in a row brought no new checkpoint
 
-A group is broken when its launcher has ended badly, when a rank is gone, or when one is silent: for longer than
-HANG_STEPS median steps and HANG seconds in a step (BUSY times that while one computes); what has no history (start-up, compiling) gets SLOW seconds.
-Why it broke is asked in this order: what its output says, exit codes, what the survivors say.
+A group is broken when its launcher has ended badly, when a rank is gone, or when one is silent: for longer
+than HANG_STEPS median steps and HANG seconds in a step (BUSY times that while one computes); what has no
+history (start-up, compiling) gets SLOW seconds. Why it broke is asked in this order: what its output says,
+exit codes, what the survivors say.
 
-Restarting ranks is torchrun's trade, deciding is Aegis's: give torchrun no --max-restarts. On several nodes,
-torchrun --nnodes=MIN:MAX, a rendezvous that outlives a node, and one Aegis each with its --node. Between them are
-only the run's shared folder (aegis/NODE.json says how each does) and the rendezvous: a group that breaks on one
-node breaks on all, and each watcher starts its part again. A node more than MAX waits in the rendezvous: a spare.
+Restarting ranks is torchrun's trade, deciding is Aegis's: give torchrun no --max-restarts. On several
+nodes, torchrun --nnodes=MIN:MAX, a rendezvous that outlives a node, and one Aegis each with its --node.
+Between them are only the run's shared folder (aegis/NODE.json says how each does) and the rendezvous: a
+group that breaks on one node breaks on all, and each watcher starts its part again. A node more than MAX
+waits in the rendezvous: a spare.
 
-Aegis may be killed: the training does not notice, and the next Aegis takes it over. Everything seen and done is
-in RUN/events.jsonl, a JSON line each: time, rank, what, evidence, class, action.
+Aegis may be killed: the training does not notice, and the next Aegis takes it over. Everything seen and
+done is in RUN/events.jsonl, a JSON line each: time, rank, what, evidence, class, action.
 
-ZAYA1 was trained under a service of this name and kind (arXiv 2511.17127); it is not published, and all rules
-here are ours. Left out: finding a slow link between healthy nodes, asking a scheduler for nodes, paging people.
-Linux only (/proc).
-"""
+ZAYA1 was trained under a service of this name and kind (arXiv 2511.17127); it is not published, and all
+rules here are ours. Left out: finding a slow link between healthy nodes, asking a scheduler for nodes,
+paging people. Linux only (/proc)."""
 
 import fcntl
 import json

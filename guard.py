@@ -1,7 +1,9 @@
-"""The guard: what train.py asks about each step before its optimizers see it, and how a run tells of itself.
+"""The guard: what train.py asks about each step before its optimizers see it, and how a run tells of
+itself.
 
-All that decides is the same number on all ranks (the loss, averaged by one small all-reduce; the gradient norm,
-which DDP has averaged; checksums of the weights, gathered), so all ranks decide alike and nobody asks:
+All that decides is the same number on all ranks (the loss, averaged by one small all-reduce; the gradient
+norm, which DDP has averaged; checksums of the weights, gathered), so all ranks decide alike and nobody
+asks:
 
   (1)  bad step   loss or norm is not finite, or above  m + k max(1.4826 MAD, FLOOR m),  m the median and MAD the
                   median distance from it over the last WINDOW good steps; k = SPIKE, for the norm twice that.
@@ -11,20 +13,20 @@ which DDP has averaged; checksums of the weights, gathered), so all ranks decide
                   CHECK_EVERY steps and before every save, so that a bad state is never saved over a good one
   (4)  no way out MAX_ROLL_BACKS without getting past the place of the trouble: GaveUp, exit status 3
 
-1.4826 MAD is the standard deviation for normal noise, and no single outlier moves it: median and MAD against
-mean and deviation, Leys et al. 2013. Skipping past the data of a spike, after a restart from a checkpoint
-before it: PaLM, arXiv 2204.02311, section 5.1. Their numbers are not ours: these were chosen on small runs.
+1.4826 MAD is the standard deviation for normal noise, and no single outlier moves it: median and MAD
+against mean and deviation, Leys et al. 2013. Skipping past the data of a spike, after a restart from a
+checkpoint before it: PaLM, arXiv 2204.02311, section 5.1. Their numbers are not ours: these were chosen on
+small runs.
 
 The memory of (1), (2) and (4) is plain numbers and lies in train.py's progress, hence in each checkpoint: a
 resumed run judges exactly as the undisturbed one would. The counters of idle experts (Loads) start anew.
 
-A run tells of itself by events.jsonl (`append`: a JSON line each: time, rank, what, evidence, class, action) and,
-where a watcher asks for it, by heartbeats. aegis.py reads both; torch is imported in the two functions that need
-it, because the watcher imports this file and must be there at once.
+A run tells of itself by events.jsonl (`append`: a JSON line each: time, rank, what, evidence, class,
+action) and, where a watcher asks for it, by heartbeats. aegis.py reads both; torch is imported in the two
+functions that need it, because the watcher imports this file and must be there at once.
 
-Left out: a level of loss that rises for good (new data) looks like trouble, and ends the run; a step that is bad
-for one rank's hardware is skipped like one of bad data.
-"""
+Left out: a level of loss that rises for good (new data) looks like trouble, and ends the run; a step that
+is bad for one rank's hardware is skipped like one of bad data."""
 
 import json
 import math

@@ -1,4 +1,5 @@
-"""What can be seen from outside a run: processes, memory, network cards, GPUs, the lines that failures print.
+"""What can be seen from outside a run: processes, memory, network cards, GPUs, the lines that failures
+print.
 
 Each probe reads one thing and returns numbers; where to read is a parameter, so that a folder or a file can
 stand in for the machine:
@@ -10,9 +11,9 @@ stand in for the machine:
     Tail                new lines of a log or of /dev/kmsg
     recognise           what a line means, by the tables LINES, SYMPTOMS and REMARKS
 
-The tables are the place to add what your cluster says: pattern, name, class, what to do. The classes are those
-of aegis.py. A line is only as good as its software's version: those of ROCm, RCCL and the kernel were taken from
-reports and documentation, those of PyTorch on a CPU were seen here; none on AMD's hardware.
+The tables are the place to add what your cluster says: pattern, name, class, what to do. The classes are
+those of aegis.py. A line is only as good as its software's version: those of ROCm, RCCL and the kernel were
+taken from reports and documentation, those of PyTorch on a CPU were seen here; none on AMD's hardware.
 
 `python probes.py` shows what this machine says.
 """
