@@ -11,9 +11,9 @@ initial weights and on the order of the data. The experts' width is chosen so th
 active parameters, to about one percent. The shape is SMALL, narrower than the laptop preset, so that all runs
 fit into about 45 minutes of two quiet cores; queries are compressed 2 times and keys 4 times. The optimizers
 are compared on the laptop preset itself. One learning rate serves all variants, but each optimizer keeps the
-best of its own. Nothing is compiled, and all was run and timed on one thread (OMP_NUM_THREADS=1). "seconds" of
-a row is wall time, whatever else the machine did meanwhile. A difference is a tie if its 95 % interval over the
-paired seeds (Student's t; wide, with three) holds zero.
+best of its own. Nothing is compiled, and all was run and timed on one thread (OMP_NUM_THREADS=1). "seconds"
+of a row is wall time, whatever else the machine did. A difference is a tie if its 95 % interval over
+the paired seeds (Student's t; wide, with three) holds zero.
 
 The sign rule, b <- b + rate sign(1/E - share), is equation (5) of router.py with AdamW's betas at zero.
 Results lie in benchmarks/results/ablations.json, a row a run.
@@ -100,7 +100,7 @@ COMPARED = {
     "no balancing": ("ours", None, ""),
     "sign rule": ("ours", None, ""),
     "top-2 of 16 half as wide": ("ours", None, ""),
-    "dense": ("ours", "worse", ""),
+    "dense": ("ours", "worse", "mixtures are better (the claim)"),
     "dense, equal time": ("ours", None, ""),
     "Muon": (None, None, ""),
     "AdamW": ("Muon", None, ""),
@@ -265,8 +265,8 @@ def loss_of(own):
     return f"{statistics.mean(values):.3f}{spread}{missing}"
 
 
-HEAD = ("variant", "parameters active / total", "tokens", "bits a byte", "against", "difference, 95 %", "we find",
-        "papers", "same order", "entropy of the load")
+HEAD = ("variant", "parameters active / total", "tokens", "bits a byte", "against", "difference, 95 %",
+        "we find", "papers", "same order", "entropy of the load")
 
 
 def table():

@@ -17,9 +17,9 @@ def tables():
     """{marker: the Markdown between <!-- marker --> and <!-- /marker -->}, from the benchmarks' own
     results."""
     sys.path.insert(0, str(ROOT))
-    from benchmarks import faults, kernels, kills, quality, speed
-    return {"bytes": kernels.table(), "faults": faults.table(), "kills": kills.table(),
-            "quality": quality.table(), "speed": speed.table()}
+    from benchmarks import ablations, faults, kernels, kills, quality, speed
+    return {"ablations": ablations.table(), "bytes": kernels.table(), "faults": faults.table(),
+            "kills": kills.table(), "quality": quality.table(), "speed": speed.table()}
 
 
 def block(marker):
