@@ -50,7 +50,7 @@ from pathlib import Path
 import config
 from config import option
 from guard import GAVE_UP, append, read_events
-from probes import (LINES, REMARKS, SYMPTOMS, Fault, Tail, family, memory_left, nic_errors, process, read_smi,
+from probes import (LINES, REMARKS, SYMPTOMS, Fault, Tail, awake, family, memory_left, nic_errors, process, read_smi,
                     recognise, smi_command)
 
 # Seconds, unless they say otherwise.
@@ -256,8 +256,9 @@ class Watcher:
             return Fault("no start", "transient", f"no rank in {SLOW:.0f} s", since=self.launched)
         states = {rank: (process(beat["pid"]) or "?")[0] for rank, beat in at.items()}
         # who still computes, or waits for a disk, may be slow only: on a crowded machine, or in a long loop
-        patience = BUSY if set(states.values()) & set("RD") and "T" not in states.values() else 1
-        silent = [r for r, beat in at.items() if now - beat["time"] > patience * self.limit(beat["what"])]
+        late = [r for r, beat in at.items() if now - beat["time"] > self.limit(beat["what"])]
+        patience = BUSY if late and "T" not in states.values() and any(awake(at[r]["pid"]) for r in at) else 1
+        silent = [r for r in late if now - at[r]["time"] > patience * self.limit(at[r]["what"])]
         if silent:
             blame = min(silent, key=lambda rank: (states[rank] != "T", at[rank]["time"]))
             seen = ", ".join(f"rank {rank} at {beat['what']} {beat['step']} ({states[rank]}) for "

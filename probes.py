@@ -84,6 +84,18 @@ def process(pid):
     return None if state in "ZX" else (state, rest[18])
 
 
+def awake(pid):
+    """Whether any thread of a process runs or waits for a disk. The first thread's state alone would not do: it
+    sleeps while one that writes a checkpoint holds the interpreter."""
+    for file in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            if file.read_text().rpartition(")")[2].split()[0] in "RD":
+                return True
+        except OSError:
+            pass
+    return False
+
+
 def family(marker):
     """Pids of the living processes that carry this heartbeat folder in their environment, wherever they
     moved: torchrun gives each worker a session of its own, and its death does not end them."""

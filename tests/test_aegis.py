@@ -124,6 +124,13 @@ def test_rank_that_computes_for_long_is_not_taken_for_a_hang(tmp_path):
     assert watcher(tmp_path, body, steps=200).watch() == 0 and faults(tmp_path) == []
 
 
+def test_rank_whose_other_thread_computes_is_not_taken_for_a_hang(tmp_path):
+    body = ("import threading; end = time.time() + 2.5 * (step == 150)\n"
+            "    burn = lambda: [None for _ in iter(lambda: time.time() < end, False)]\n"
+            "    thread = threading.Thread(target=burn); thread.start(); thread.join()")
+    assert watcher(tmp_path, body, steps=200).watch() == 0 and faults(tmp_path) == []
+
+
 def test_rank_that_ends_with_an_error_is_waited_for(tmp_path):
     body = "if step == 20 and not starts: heart.beat('failed'); time.sleep(2); sys.exit('MemoryError')"
     assert watcher(tmp_path, body).watch() == 0
