@@ -199,7 +199,8 @@ def campaign(kills, ranks, seed, folder):
 
 def table():
     """Markdown from the last campaign's results."""
-    lines = [f"| ranks | kills | {' | '.join(HIT)} | unreadable | lost | finished, bit-identical | different |",
+    lines = [f"| ranks | kills | {' | '.join(HIT)} | unreadable | lost | finished, bit-identical "
+             "| different |",
              "|---|---|---|---|---|---|---|---|---|"]
     for row in json.loads(RESULTS.read_text()):
         hits = [row["hit"].get(kind, 0) for kind in HIT]
