@@ -84,7 +84,8 @@ def ranks(folder, rounds=2):
     gradients, muon = sizes()
     one, two = (statistics.median(seconds[n]) for n in (1, 2))
     return {"ms_one": one * 1e3, "ms_two": two * 1e3, "speedup": one / two,
-            "sent_per_rank": statistics.median(sent) / 2, "all_reduce_bound": gradients, "gather_bound": muon / 2}
+            "sent_per_rank": statistics.median(sent) / 2, "all_reduce_bound": gradients,
+            "gather_bound": muon / 2}
 
 
 def saves(folder):
@@ -109,7 +110,8 @@ def table():
             ("sent by a rank in a step", f"{a['sent_per_rank'] / mb:.1f} MB"),
             ("its lower bound: ring all-reduce of the gradients, gathering Muon's updates",
              f"{a['all_reduce_bound'] / mb:.1f} + {a['gather_bound'] / mb:.1f} MB"),
-            (f"a save in the background: what its {SHADOW} steps take more than others (median of {s['saves']})",
+            (f"a save in the background: what its {SHADOW} steps take more than others "
+             f"(median of {s['saves']})",
              f"{s['save_ms']:.0f} ms (between saves, the same way: {s['noise_ms']:.0f} ms)"),
             ("at one save a minute", f"{s['share']:.1%} of the time")]
     return "\n".join(["| what | measured |", "|---|---|"] + [f"| {' | '.join(row)} |" for row in rows])
