@@ -171,7 +171,8 @@ def pick_device(name):
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     except RuntimeError:
         raise ValueError(f"--device {name} is unknown: cpu, cuda, cuda:1, ... or auto") from None
-    require(device.type in ("cpu", "cuda"), f"--device {name} is not supported: cpu, cuda, cuda:1, ... or auto")
+    require(device.type in ("cpu", "cuda"),
+            f"--device {name} is not supported: cpu, cuda, cuda:1, ... or auto")
     require(device.type == "cpu" or (device.index or 0) < torch.cuda.device_count(),
             f"--device {name}: torch sees {torch.cuda.device_count()} GPUs")
     return device
