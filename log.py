@@ -44,7 +44,7 @@ class Log:
         """Drops the rows past this step: they will be made again."""
         if self.rank == 0:
             old = self.table.read_text(errors="replace") if self.table.exists() else ""
-            whole = old[:old.rfind("\n") + 1].splitlines()      # a run that was killed may have left half a row
+            whole = old[:old.rfind("\n") + 1].splitlines()      # a killed run may have left half a row
             number = lambda row: int(n) if (n := row.split(",")[0]).isdecimal() else step + 1
             kept = [row for row in whole if row.startswith("step,") or number(row) <= step]
             comment = next((row for row in whole if row.startswith("# ")), f"# {json.dumps(self.header)}")
