@@ -32,7 +32,8 @@ def read(run):
     file = Path(run) / "log.csv"
     require(file.exists(), f"{run} holds no log.csv: name the folder of a run, as in runs/001")
     text = file.read_text(errors="replace")
-    comment, *lines = text[:text.rfind("\n") + 1].splitlines() or [""]      # without a last row that is being written
+    # Without a last row that is being written.
+    comment, *lines = text[:text.rfind("\n") + 1].splitlines() or [""]
     rows = list(csv.DictReader(lines))
     require(rows, f"{file} has no row yet")
     number = lambda text: float(text) if text else float("nan")
