@@ -127,7 +127,8 @@ class Run:
         self.ddp = self.model
         if world > 1:
             ids = [local_rank] if self.device.type == "cuda" else None
-            self.ddp = torch.nn.parallel.DistributedDataParallel(   # bucket view: or each gradient exists twice
+            # gradient_as_bucket_view: or each gradient exists twice.
+            self.ddp = torch.nn.parallel.DistributedDataParallel(
                 self.model, ids, broadcast_buffers=False, gradient_as_bucket_view=True)
         self.introduce(dtype, why)
 
