@@ -98,7 +98,8 @@ def test_the_command_takes_prompts_from_flags_and_a_file(runs):
     (["--tempertaure", "1"], "did you mean --temperature"), (["--top-k", "x"], "--top-k"),
     (["--top-p", "3"], "--top-p is 3.0"), (["--kernels", "hip"], "--kernels hip cannot run"),
     (["--device", "abacus"], "--device abacus is unknown"),
-    (["--device", "mps"], "--device mps is not supported"), (["--num-samples", "1000000000"], "at most 10000"),
+    (["--device", "mps"], "--device mps is not supported"),
+    (["--num-samples", "1000000000"], "at most 10000"),
     (["--prompt", "<|foo|>", "--special"], "unknown special token <|foo|>"),
     (["--prompts", "none.txt"], "none.txt"), (["--prompt", "x" * 300], "exceeds the context of 256")])
 def test_mistakes_end_in_one_line_and_status_2(args, complaint, runs, monkeypatch, capsys):
