@@ -469,7 +469,8 @@ def with_ranks(world, target, folder, codes=None):
 
 def join_and_run(target, rank, world, folder, store):
     torch.set_num_threads(1)
-    from torch import _dynamo  # noqa: F401      see train.train; `import torch._dynamo` would make torch local
+    # See train.train; `import torch._dynamo` would make torch local.
+    from torch import _dynamo  # noqa: F401
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world,
                             timeout=timedelta(seconds=30))
     target(rank, world, folder)
