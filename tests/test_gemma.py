@@ -17,9 +17,11 @@ from gemma import SPACE, UNREACHABLE, GemmaTokenizer
 PATH = os.environ.get("GEMMA_TOKENIZER", "")
 HELLO = [9259, 236888, 2088, 740, 564, 6361, 611, 3124, 236881]
 TEXTS = [
-    "", " ", "  ", "\n", "a", "Hello! How can I assist you today?", "مرحبا بالعالم، كيف حالك؟",
+    "", " ", "  ", "\n", "a", "Hello! How can I assist you today?",
+    "مرحبا بالعالم، كيف حالك؟",
     "你好，世界。今天天气很好！",
-    "สวัสดีชาวโลก", "안녕하세요", "हिन्दी में लिखना", "👩‍👩‍👧‍👦 🏳️‍🌈 👋🏽", "e\u0301 \u00e9 \ufeff \u200b\u2028",
+    "สวัสดีชาวโลก", "안녕하세요", "हिन्दी में लिखना",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 👋🏽", "e\u0301 \u00e9 \ufeff \u200b\u2028",
     "def f(x):\n\tif x:\n\t\treturn {'a': [1, 2.5e-3]}\n\n\n", "\x00\x01\x02\x7f\x80\x9f", "\r\n\r\n",
     "𝔘𝔫𝔦 \ue000\U000e0041",
     "<table><tr><td>x</td></tr></table>", "<b> </b><q> </q> <foo>", "> </", "x> </y", "  > </",
@@ -34,8 +36,8 @@ TEXTS = [
     SPACE * 33 + "w", SPACE * 32 + "w", f" {SPACE * 31} ",
     *(" " * n + "x" + "\n" * n + "\t" * n for n in range(29, 65)),
 ]
-ATOMS = [*" \n\t▁abceXYy:;<>/'é1\x00\x7f\r你好ไมسل", "  ", "▁▁", "> </", "<b>", "</b>", "<bos>",
-         "<mask>", "<unused5>", "😀", "<start_of_turn>", "[multimodal]", "\u200d", "\u0301",
+ATOMS = [*" \n\t▁abceXYy:;<>/'é1\x00\x7f\r你好ไมسل", "  ", "▁▁", "> </", "<b>", "</b>",
+         "<bos>", "<mask>", "<unused5>", "😀", "<start_of_turn>", "[multimodal]", "\u200d", "\u0301",
          "the ", " of", "ing", "return ",
          "𝔘", "\ue000", "\U000e0041"]
 
