@@ -9,8 +9,9 @@ import pytest
 
 import probes
 
-SMI = '{"gpu": 0, "ecc": {"total_correctable_count": 3, "total_uncorrectable_count": %d, "total_deferred_count": 9}, ' \
-      '"temperature": {"edge": {"value": 40, "unit": "C"}, "hotspot": {"value": 61, "unit": "C"}, "mem": "N/A"}}'
+SMI = ('{"gpu": 0, "ecc": {"total_correctable_count": 3, "total_uncorrectable_count": %d, '
+       '"total_deferred_count": 9}, "temperature": {"edge": {"value": 40, "unit": "C"}, '
+       '"hotspot": {"value": 61, "unit": "C"}, "mem": "N/A"}}')
 ROCM_SMI = """GPU[0]		: Temperature (Sensor junction) (C): 58.0
 GPU[0]		: Temperature (Sensor memory) (C): 66.0
 GPU[0]: 	RAS INFO
@@ -63,18 +64,19 @@ def test_smi_command_prefers_amd_smi_and_is_none_without_a_tool(tmp_path, monkey
 RECORDED = [
     ("OSError: [Errno 28] No space left on device", "disk full", "fatal"),
     ("kernel: Out of memory: Killed process 4242 (python) total-vm:9kB", "out of memory", "transient"),
-    ("torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB. GPU 3 has", "out of memory", "transient"),
-    ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes", "out of memory",
+    ("torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB. GPU 3 has", "out of memory",
      "transient"),
+    ("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
+     "out of memory", "transient"),
     ("amdgpu 0000:c1:00.0: amdgpu: 3 uncorrectable hardware errors detected in umc block",
      "uncorrectable memory error", "node"),
-    ("[drm:amdgpu_job_timedout [amdgpu]] *ERROR* ring gfx_0.0.0 timeout, signaled seq=5, emitted seq=7", "gpu reset",
-     "node"),
+    ("[drm:amdgpu_job_timedout [amdgpu]] *ERROR* ring gfx_0.0.0 timeout, signaled seq=5, emitted seq=7",
+     "gpu reset", "node"),
     ("amdgpu 0000:67:00.0: GPU reset begin!", "gpu reset", "node"),
     ("Memory access fault by GPU node-2 (Agent handle: 0x5640) on address 0x7fee. Reason: Page not present",
      "gpu memory fault", "transient"),
-    ("RuntimeError: HIP error: no kernel image is available for execution on the device", "kernels for another gpu",
-     "fatal"),
+    ("RuntimeError: HIP error: no kernel image is available for execution on the device",
+     "kernels for another gpu", "fatal"),
     ("RuntimeError: No HIP GPUs are available", "no gpu", "node"),
     ("mce: [Hardware Error]: Machine check events logged", "machine check", "node"),
     ("OSError: [Errno 116] Stale file handle: 'runs/001'", "storage error", "transient"),
@@ -83,7 +85,8 @@ SURVIVORS = [
     ("node7: NCCL WARN NET/IB : Got completion from peer 10.0.0.2 with status=12 error", "network error"),
     ("[rank3]:[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=88, OpType=ALLREDUCE)",
      "collective timed out"),
-    ("RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:37280", "peer lost"),
+    ("RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:37280",
+     "peer lost"),
 ]
 
 
@@ -105,7 +108,8 @@ def test_every_row_of_the_tables_has_a_recorded_line_or_a_remark():
 
 
 @pytest.mark.parametrize("line", [
-    "step   400 loss 2.352 val 2.521 (1.369 bits/byte) lr 0.0059 norm 0.24 374 ms 10945 tok/s mfu n/a load 1.576",
+    "step   400 loss 2.352 val 2.521 (1.369 bits/byte) lr 0.0059 norm 0.24 374 ms 10945 tok/s mfu n/a "
+    "load 1.576",
     "saving step 200", "FutureWarning: `broadcast_buffers` is deprecated.",
     "amdgpu 0000:44:00.0: amdgpu: ring gfx_0.0.0 uses VM inv eng 0 on hub 0",
     "kernel: eth0: link up, 100Gbps",
@@ -135,7 +139,8 @@ def test_tail_gives_whole_lines_once_from_where_it_is_told(tmp_path):
 
 def test_family_finds_marked_processes_of_other_sessions_and_no_zombies(tmp_path):
     env = {**os.environ, "AEGIS_HEARTBEAT": str(tmp_path)}
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=env, start_new_session=True)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=env,
+                             start_new_session=True)
     try:
         time.sleep(0.1)
         assert probes.family(tmp_path) == [child.pid] and probes.process(child.pid)[0] in "RS"
