@@ -188,8 +188,8 @@ def test_biases_stay_float32_through_casts(make, ids):
     router, x = model.blocks[0].mlp.gate, torch.randn(3, 32, dtype=torch.bfloat16)
     assert router(x)[2].dtype == torch.float32
     p, _ = router.probabilities(x, None)
-    router.balancing_biases[:] = 1 - p[1].detach()             # token 1: all classes level, 3 ahead by less than
-    router.balancing_biases[3] += 1e-4                          # bfloat16 can show
+    router.balancing_biases[:] = 1 - p[1].detach()      # token 1: all classes level,
+    router.balancing_biases[3] += 1e-4                  # 3 ahead by less than bfloat16 can show
     assert router(x)[1][1].item() == 3
     with torch.no_grad():
         assert model(ids(1, 5))[0].isfinite().all()
