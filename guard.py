@@ -36,10 +36,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-WINDOW = 64             # good steps that loss and norm are compared with: long for a median, short for a trend
+WINDOW = 64             # good steps to compare loss and norm with: long for a median, short for a trend
 LEAST = 20              # of them before spikes are judged; anew in each phase, and never during warm-up
 SPIKE = 8               # robust standard deviations; a gradient norm's tail is heavy, so it gets twice that
-FLOOR = 0.02            # of the median: a loss so even that its MAD is nothing must not make every step a spike
+FLOOR = 0.02            # of the median: an even loss, its MAD nothing, must not make every step a spike
 TROUBLE, RECENT = 3, 10     # bad steps, among how many, are no accident any more
 MAX_ROLL_BACKS = 2      # to no avail: a third would meet the same
 CHECK_EVERY = 100       # steps between checksums; one is also taken before every save
@@ -186,7 +186,8 @@ class Loads:
             return [], None
         full = {b: n for b, n in enumerate(self.collapsed_L.tolist()) if n >= IDLE}
         dead = [(b, e) for b, row in enumerate(self.idle_LE.tolist()) for e, n in enumerate(row) if n >= IDLE]
-        found = {("dead_expert", f"block {b}, expert {e}: {IDLE} steps or more") for b, e in dead if b not in full}
+        found = {("dead_expert", f"block {b}, expert {e}: {IDLE} steps or more")
+                 for b, e in dead if b not in full}
         found |= {("collapsed_router", f"block {b}: {IDLE} steps or more") for b in full}
         new, self.told = sorted(found - self.told), found       # one that recovered will be told again
         lost = [b for b, n in full.items() if n >= COLLAPSED and self.healthy_L[b]]
