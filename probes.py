@@ -43,7 +43,8 @@ LINES = [
      "set PYTORCH_ROCM_ARCH to this card's gfx name and build again"),
     (r"hipErrorNoDevice|No HIP GPUs are available|Unable to open /dev/kfd", "no gpu", "node",
      "the driver does not show the card: dmesg, groups video and render"),
-    (r"mce: \[Hardware Error\]|EDAC .* UE ", "machine check", "node", "host memory or processor needs service"),
+    (r"mce: \[Hardware Error\]|EDAC .* UE ", "machine check", "node",
+     "host memory or processor needs service"),
     (r"Stale file handle|Input/output error|Remote I/O error", "storage error", "transient", "shared disk?"),
 ]
 # Read only when nothing above and no exit code explains the end: what the survivors of another's death say.
@@ -59,7 +60,8 @@ SYMPTOMS = [
 REMARKS = [
     (r"checkpoint .* is passed over: .* bytes instead of", "checkpoint truncated", "transient",
      "the checkpoint before it was taken"),
-    (r"checkpoint .* is passed over: ", "checkpoint damaged", "transient", "the checkpoint before it was taken"),
+    (r"checkpoint .* is passed over: ", "checkpoint damaged", "transient",
+     "the checkpoint before it was taken"),
 ]
 
 
@@ -119,7 +121,8 @@ def nic_errors(sys_root="/sys"):
     """{interface: sum of its error counters}; empty where sysfs shows none."""
     errors = defaultdict(int)
     for pattern, names in (
-        ("class/infiniband/*/ports/*/counters/*", "symbol_error link_error_recovery link_downed port_rcv_errors "
+        ("class/infiniband/*/ports/*/counters/*",
+         "symbol_error link_error_recovery link_downed port_rcv_errors "
          "local_link_integrity_errors excessive_buffer_overrun_errors VL15_dropped"),
         ("class/infiniband/*/ports/*/hw_counters/*", "local_ack_timeout_err packet_seq_err out_of_sequence"),
         ("class/net/*/statistics/*", "rx_errors tx_errors rx_crc_errors tx_carrier_errors"),
@@ -145,7 +148,8 @@ def read_smi(text):
     output. Zeros where it says nothing."""
     try:
         pairs = list(leaves(json.loads(text)))
-    except ValueError:              # rocm-smi: rows "UMC  ENABLED  3  0", "Temperature (Sensor junction) (C): 45"
+    except ValueError:
+        # rocm-smi: rows "UMC  ENABLED  3  0", "Temperature (Sensor junction) (C): 45"
         blocks = re.findall(r"ENABLED\s+(\d+)\s+(\d+)", text)
         pairs = [(f"total_{kind}_count", int(block[i])) for block in blocks
                  for i, kind in enumerate(("correctable", "uncorrectable"))]
