@@ -50,8 +50,8 @@ from pathlib import Path
 import config
 from config import option
 from guard import GAVE_UP, append, read_events
-from probes import (LINES, REMARKS, SYMPTOMS, Fault, Tail, awake, family, memory_left, nic_errors, process, read_smi,
-                    recognise, smi_command)
+from probes import (LINES, REMARKS, SYMPTOMS, Fault, Tail, awake, family, memory_left, nic_errors, process,
+                    read_smi, recognise, smi_command)
 
 # Seconds, unless they say otherwise.
 POLL = 0.1              # between two looks at heartbeats and processes
@@ -94,7 +94,8 @@ def run_folder(command):
     """The run that a training command works on. Raises ValueError where Aegis could not start it again."""
     words = " ".join(command).replace("=", " ").split()
     if not command:
-        raise ValueError("what to watch? python aegis.py run -- torchrun ... train.py --resume auto --out RUN")
+        raise ValueError("what to watch? "
+                         "python aegis.py run -- torchrun ... train.py --resume auto --out RUN")
     for flag, example in (("--out", "runs/mine"), ("--resume", "auto")):
         if flag not in words[:-1]:
             raise ValueError(f"the command needs {flag} {example}, or it could not be started again")
@@ -115,17 +116,18 @@ class Watcher:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"another Aegis watches {self.run} as node {cfg.node}") from None
-        (self.folder / "reserve").write_bytes(bytes(1 << 16))       # given up for the last words on a full disk
+        (self.folder / "reserve").write_bytes(bytes(1 << 16))   # given up for last words on a full disk
         self.kernel, self.smi, self.process, self.asked = Tail(cfg.kernel_log), None, None, False
-        self.counters, self.restarts, self.next_probe, self.recovering, self.begun = {}, 0, 0.0, None, time.time()
+        self.counters, self.restarts, self.next_probe, self.recovering, self.begun = (
+            {}, 0, 0.0, None, time.time())
         self.history = defaultdict(lambda: deque(maxlen=STRAGGLE_STEPS))    # seconds, by what a rank was at
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(self, "asked", True))
 
     def event(self, what, **facts):
         """A line in events.jsonl and on the screen. On a full disk the reserve makes room for it."""
-        record = {"time": round(time.time(), 3), "rank": facts.pop("rank", None), "node": self.cfg.node, "what": what,
-                  **facts}
+        record = {"time": round(time.time(), 3), "rank": facts.pop("rank", None), "node": self.cfg.node,
+                  "what": what, **facts}
         say(f"aegis   {what}: " + ", ".join(f"{k} {v}" for k, v in facts.items() if v not in (None, "")))
         for _ in range(2):
             try:
@@ -136,13 +138,14 @@ class Watcher:
     # ----- start and end
     def save_state(self, state):
         own = [seconds for key, past in self.history.items() if key[0] == "own" for seconds in past]
-        facts = {"node": self.cfg.node, "state": state, "time": time.time(), "pid": self.pid, "born": self.born,
-                 "offset": self.tail.offset(), "pace": statistics.median(own) if own else None}
+        facts = {"node": self.cfg.node, "state": state, "time": time.time(), "pid": self.pid,
+                 "born": self.born, "offset": self.tail.offset(),
+                 "pace": statistics.median(own) if own else None}
         try:
             self.own_file.with_suffix(".tmp").write_text(json.dumps(facts))
             self.own_file.with_suffix(".tmp").replace(self.own_file)
         except OSError:
-            pass                        # a full disk: it will be said, and the old file still finds the processes
+            pass            # a full disk: it will be said, and the old file still finds the processes
 
     def peers(self, state):
         """What the other nodes wrote that are in this state, and wrote lately (or, of an end, since we began)."""
@@ -169,7 +172,8 @@ class Watcher:
 
     def fresh(self):
         """Forget what is known of the ranks that were."""
-        self.tail, self.said, self.told, self.beats = Tail(self.output, self.offset), deque(maxlen=500), set(), {}
+        self.tail, self.said, self.told, self.beats = (
+            Tail(self.output, self.offset), deque(maxlen=500), set(), {})
         self.launched, self.dying = time.monotonic(), None
         self.newest_at_start = self.newest()
         for key in [key for key in self.history if key[0] == "own"]:
@@ -179,11 +183,11 @@ class Watcher:
         for file in self.beats_folder.iterdir():
             file.unlink()
         env = {**os.environ, "AEGIS_HEARTBEAT": str(self.beats_folder), "PYTHONUNBUFFERED": "1",
-               "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}       # else a new group meets a dead one's addresses
+               "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}   # else a new group meets a dead one's addresses
         with open(self.output, "ab") as output:     # a file, no pipe: the run must outlive us
             self.offset = output.tell()
-            self.process = subprocess.Popen(self.command, env=env, start_new_session=True, stdin=subprocess.DEVNULL,
-                                            stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(self.command, env=env, start_new_session=True,
+                                            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         self.pid = self.process.pid
         self.born = (process(self.pid) or ("", "gone"))[1]
         self.fresh()
@@ -207,7 +211,8 @@ class Watcher:
 
     def newest(self):
         """The highest step of a whole checkpoint, -1 without one: the measure of progress."""
-        return max((int(f.parent.name[5:13]) for f in self.run.glob("checkpoints/step_*/COMPLETE")), default=-1)
+        return max((int(f.parent.name[5:13]) for f in self.run.glob("checkpoints/step_*/COMPLETE")),
+                   default=-1)
 
     # ----- seeing
     def listen(self):
@@ -217,7 +222,8 @@ class Watcher:
         for line in lines:
             say(line)
         ours = {str(beat["pid"]) for beat in self.beats.values()}
-        self.said += lines + [k for k in kernel if (m := re.search(r"Killed process (\d+)", k)) and m[1] in ours]
+        self.said += lines + [k for k in kernel
+                              if (m := re.search(r"Killed process (\d+)", k)) and m[1] in ours]
         found = [recognise([line], REMARKS) for line in lines]
         found += [fault for line in kernel if (fault := recognise([line], LINES)) and fault.kind == "node"]
         new = {fault.what: fault for fault in found if fault and fault.what not in self.told}
@@ -235,7 +241,8 @@ class Watcher:
                 if old is None or old["took"].get(kind) != seconds:
                     self.history[(kind, rank) if kind == "own" else kind].append(seconds)
             if self.recovering and beat["what"] == "step":
-                self.event("recovered", step=beat["step"], seconds=round(time.monotonic() - self.recovering, 2))
+                self.event("recovered", step=beat["step"],
+                           seconds=round(time.monotonic() - self.recovering, 2))
                 self.recovering = None
             self.beats[rank] = beat
 
@@ -249,7 +256,8 @@ class Watcher:
     def hang(self, now):
         """Silence past the limit. To blame is who was stopped, or else who was the first to fall silent."""
         at = {rank: beat for rank, beat in self.beats.items() if beat["what"] != "end"}
-        if failed := [rank for rank, beat in at.items() if beat["what"] == "failed"]:   # the others wait for its end
+        # The others wait for the end of one that failed.
+        if failed := [rank for rank, beat in at.items() if beat["what"] == "failed"]:
             late = all(now - at[rank]["time"] > 2 * GRACE for rank in failed)
             return self.autopsy(None, failed) if late else None
         if not self.beats and now - self.launched > SLOW and not self.peers("running"):     # else a spare
@@ -264,14 +272,16 @@ class Watcher:
             seen = ", ".join(f"rank {rank} at {beat['what']} {beat['step']} ({states[rank]}) for "
                              f"{now - beat['time']:.2f} s" for rank, beat in sorted(at.items()))
             allowed = patience * self.limit(at[blame]["what"])
-            return Fault("hang", "transient", f"{seen}; allowed {allowed:.2f} s", rank=blame, since=at[blame]["time"])
+            return Fault("hang", "transient", f"{seen}; allowed {allowed:.2f} s", rank=blame,
+                         since=at[blame]["time"])
 
     def straggler(self):
         """A rank whose own work takes several times the others' (or the other nodes' usual), told once."""
         own = {rank: statistics.median(past) for rank in self.beats
                if len(past := self.history["own", rank]) >= STRAGGLE_STEPS}
         for rank, seconds in own.items():
-            others = [s for r, s in own.items() if r != rank] or [p["pace"] for p in self.peers("running") if p["pace"]]
+            others = [s for r, s in own.items() if r != rank] or [
+                p["pace"] for p in self.peers("running") if p["pace"]]
             usual = statistics.median(others) if others else seconds
             if seconds < usual * STRAGGLE / 2:
                 self.told.discard(f"straggler {rank}")
@@ -289,12 +299,13 @@ class Watcher:
             self.save_state("running")
             faults += [self.low("memory pressure", memory_left() < MEMORY, f"{memory_left():.1%} left"),
                        self.low("disk nearly full", *self.disk())]
-            faults += [self.rise("nic errors", card, n, RISE) for card, n in nic_errors(self.cfg.sys_root).items()]
+            faults += [self.rise("nic errors", card, n, RISE)
+                       for card, n in nic_errors(self.cfg.sys_root).items()]
             if self.smi:
                 self.smi.kill()
             command = smi_command()
-            self.smi = command and subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                                    text=True)
+            self.smi = command and subprocess.Popen(command, stdout=subprocess.PIPE,
+                                                    stderr=subprocess.DEVNULL, text=True)
         if self.smi and self.smi.poll() is not None:
             (soft, hard, heat), self.smi = read_smi(self.smi.communicate()[0]), None
             faults += [self.rise("ecc errors", "correctable", soft, RISE),
@@ -305,7 +316,8 @@ class Watcher:
     def disk(self):
         """Whether the next checkpoint may not fit, and how much is left."""
         folders = sorted(self.run.glob("checkpoints/step_*[0-9]"))
-        need = 2 * max((sum(f.stat().st_size for f in folder.glob("*")) for folder in folders[-1:]), default=0)
+        need = 2 * max((sum(f.stat().st_size for f in folder.glob("*")) for folder in folders[-1:]),
+                       default=0)
         free = shutil.disk_usage(self.run).free
         return free < need, f"{free / 1e6:.0f} MB left, a checkpoint and room for it are {need / 1e6:.0f} MB"
 
@@ -322,7 +334,8 @@ class Watcher:
         before = self.counters.setdefault((what, counter), count)
         if count - before >= least:
             self.counters[what, counter] = count
-            return Fault(what, "node", f"{counter}: {before} to {count}", "the node needs service", broken=False)
+            return Fault(what, "node", f"{counter}: {before} to {count}", "the node needs service",
+                         broken=False)
 
     def look(self):
         """All that is wrong now: faults, the first broken one ends the list. None: the run is over, and well."""
@@ -368,13 +381,15 @@ class Watcher:
             if status in codes or code == status:
                 return Fault(what, "fatal", (words or [f"exit status {status}"])[-1][:300], advice, **facts)
         orphans = [beat["pid"] for beat in self.beats.values() if process(beat["pid"])]
-        if launcher and ((code or 0) < 0 or (orphans and not process(self.pid))):    # it never leaves ranks behind
-            return Fault("launcher killed", "transient", f"exit status {code}, {len(orphans)} ranks live on", **facts)
+        # By itself a launcher never leaves ranks behind.
+        if launcher and ((code or 0) < 0 or (orphans and not process(self.pid))):
+            return Fault("launcher killed", "transient",
+                         f"exit status {code}, {len(orphans)} ranks live on", **facts)
         codes = [c for c in codes if c != -signal.SIGTERM]      # what torchrun ends the others with
         if any(c < 0 for c in codes):
             killed = codes.count(-signal.SIGKILL)
-            what = "rank crashed" if not killed else "rank killed" if killed < len(self.beats) or killed == 1 else (
-                "all ranks killed")
+            what = ("rank crashed" if not killed else
+                    "rank killed" if killed < len(self.beats) or killed == 1 else "all ranks killed")
             return Fault(what, "transient", f"exit codes {codes} of {len(self.beats)} ranks", **facts)
         return (replace(fault, **facts) if (fault := recognise(self.said, SYMPTOMS)) else
                 Fault("unexplained end", "transient", f"exit status {code}; {list(self.said)[-1:]}", **facts))
@@ -414,7 +429,8 @@ class Watcher:
             action = "stop" if stop else f"end the group, restart {self.restarts} after {wait:g} s"
         now = time.monotonic()
         self.event("fault", fault=fault.what, rank=fault.rank, evidence=fault.evidence, action=action,
-                   advice=fault.advice, silent=fault.since and round(now - fault.since, 3), **{"class": fault.kind})
+                   advice=fault.advice, silent=fault.since and round(now - fault.since, 3),
+                   **{"class": fault.kind})
         if action == "told":
             return None
         self.end()
@@ -437,16 +453,18 @@ class Watcher:
         self.save_state("fatal" if stop else "excluded")
         if not stop:
             return EXCLUDED
-        tried = f"\n        {self.restarts - 1} restarts brought no new checkpoint" if fault.kind != "fatal" else ""
-        say(f"aegis   stopped: {fault.what}: {fault.evidence}{tried}\n        to do: {fault.advice or 'see above'}; "
+        tried = (f"\n        {self.restarts - 1} restarts brought no new checkpoint"
+                 if fault.kind != "fatal" else "")
+        say(f"aegis   stopped: {fault.what}: {fault.evidence}{tried}\n"
+            f"        to do: {fault.advice or 'see above'}; "
             f"the last whole checkpoint is of step {self.newest()}")
         return {"bad configuration": 2, "gave up": GAVE_UP}.get(fault.what, 1)
 
 
 # -------------------------------------------------------------------------------- the report
 
-FINDINGS = {"fault", "bad_step", "roll_back", "not_saved", "gave_up", "dead_expert", "collapsed_router", "adopted",
-            "orphans"}
+FINDINGS = {"fault", "bad_step", "roll_back", "not_saved", "gave_up", "dead_expert", "collapsed_router",
+            "adopted", "orphans"}
 STATES = {"launch": "starting", "start": "training", "done": "over", "stopped": "over", "over": "over"}
 
 
@@ -465,8 +483,8 @@ def timeline(events):
 def steps_over_time(events):
     """(seconds, steps): where training stood, from every event that says so."""
     zero = events[0]["time"]
-    points = [(e["time"] - zero, e["step"]) for e in events
-              if e.get("step") is not None and e["what"] in ("start", "save", "phase", "roll_back", "done", "stopped")]
+    points = [(e["time"] - zero, e["step"]) for e in events if e.get("step") is not None
+              and e["what"] in ("start", "save", "phase", "roll_back", "done", "stopped")]
     return [t for t, _ in points], [n for _, n in points]
 
 
@@ -498,11 +516,13 @@ def report(run):
     times = [float(row[rows[0].index("step_ms")]) for row in rows[1:]]
     usual = statistics.median(times) / 1e3 if times else 0.0
     lines = [f"run      {run}: step {steps}, {total:.0f} s from the first event to the last",
-             "time     " + ", ".join(f"{state} {share[state]:.0%}" for state in ("training", "starting", "down")),
-             f"goodput  {steps * usual / total:.0%}: {steps} useful steps of {1e3 * usual:.0f} ms" if usual else
-             "goodput  n/a: no log.csv",
+             "time     " + ", ".join(f"{state} {share[state]:.0%}"
+                                     for state in ("training", "starting", "down")),
+             f"goodput  {steps * usual / total:.0%}: {steps} useful steps of {1e3 * usual:.0f} ms"
+             if usual else "goodput  n/a: no log.csv",
              f"{'class':10s}{'fault':28s}{'times':>6s}{'detected':>10s}{'recovered':>11s}  done"]
-    middle = lambda values: f"{statistics.median(v):.1f} s" if (v := [x for x in values if x is not None]) else "-"
+    middle = lambda values: (
+        f"{statistics.median(v):.1f} s" if (v := [x for x in values if x is not None]) else "-")
     for (kind, what), rows in sorted(found(events).items()):
         detect, recover, actions = zip(*rows)
         lines.append(f"{kind:10s}{what.replace('_', ' '):28s}{len(rows):6d}{middle(detect):>10s}"
@@ -524,7 +544,8 @@ def draw(run):
     colors = {"training": "white", "starting": "tab:olive", "down": "tab:red", "over": "tab:gray"}
     named = set()
     for state, begin, end in timeline(events):
-        axis.axvspan(begin, end, color=colors[state], alpha=0.25, lw=0, label=None if state in named | {"training"} else state)
+        axis.axvspan(begin, end, color=colors[state], alpha=0.25, lw=0,
+                     label=None if state in named | {"training"} else state)
         named.add(state)
     seconds, steps = steps_over_time(events)
     axis.plot(seconds, steps, color="tab:blue", lw=1.2)
@@ -537,7 +558,8 @@ def draw(run):
             axis.scatter(at, height, marker=mark, zorder=3, s=45, edgecolor="black", lw=0.5, label=kind)
         previous = -1e9
         for x, y, e in zip(at, height, mine):
-            if x - previous > 0.02 * (events[-1]["time"] - events[0]["time"]):      # else texts would lie on each other
+            # Else texts would lie on each other.
+            if x - previous > 0.02 * (events[-1]["time"] - events[0]["time"]):
                 axis.annotate(e.get("fault", e["what"]).replace("_", " "), (x, y), xytext=(3, 6), rotation=60,
                               textcoords="offset points", fontsize=7)
                 previous = x
@@ -580,7 +602,8 @@ def demonstrate():
 
 def main(argv):
     if argv[:1] == ["run"]:
-        own, command = (argv[1:argv.index("--")], argv[argv.index("--") + 1:]) if "--" in argv else (argv[1:], [])
+        own, command = ((argv[1:argv.index("--")], argv[argv.index("--") + 1:]) if "--" in argv else
+                        (argv[1:], []))
         cfg, = config.parse("aegis.py run", WatchConfig.__doc__, own, WatchConfig)
         return Watcher(cfg, command).watch()
     if argv[:1] == ["report"] and len(argv) == 2:
@@ -588,7 +611,8 @@ def main(argv):
         draw(argv[1])
         return print(f"picture  {Path(argv[1]) / 'aegis.png'}")
     if argv:
-        raise ValueError("python aegis.py run [flags] -- COMMAND, python aegis.py report RUN, or nothing at all")
+        raise ValueError("python aegis.py run [flags] -- COMMAND, python aegis.py report RUN, "
+                         "or nothing at all")
     demonstrate()
 
 
