@@ -46,8 +46,8 @@ RESULTS = Path(__file__).parent / "results" / "faults.json"
 STEPS, BATCH, PACE, SAVE = 200, 256, 0.02, 10      # PACE: seconds that every step sleeps
 BETWEEN = 12                                        # injections a run at most
 TRAIN = (f"--preset tiny --tokenizer bytes --tokens {STEPS * BATCH} --batch-tokens {BATCH} --seq-len 32 "
-         f"--micro-tokens 128 --eval-every 50 --eval-tokens 512 --save-every {SAVE} --keep 4 --sample-every 0 "
-         "--log-every 10 --device cpu --compile off").split()
+         f"--micro-tokens 128 --eval-every 50 --eval-tokens 512 --save-every {SAVE} --keep 4 "
+         "--sample-every 0 --log-every 10 --device cpu --compile off").split()
 
 
 # -------------------------------------------------------------------------------- inside the training
@@ -85,7 +85,8 @@ def worker(argv):
                 hook.remove()
 
     def noise(tokens, indices, T, seed=0):
-        x = torch.randint(0, 256, (len(indices), T + 1), generator=torch.Generator().manual_seed(int(indices[0])))
+        x = torch.randint(0, 256, (len(indices), T + 1),
+                          generator=torch.Generator().manual_seed(int(indices[0])))
         return x[:, :-1].contiguous(), x[:, 1:].contiguous()
 
     train.Run.gradients = gradients
@@ -108,22 +109,24 @@ class Run:
         self.nic.write_text("0\n"), self.kmsg.write_text(""), self.smi.write_text("0")
         tool = self.base / "bin" / "amd-smi"
         tool.write_text('#!/bin/sh\nread n < "$(dirname "$0")/../ecc"\necho "[{\\"gpu\\": 0, \\"ecc\\": '
-                        '{\\"total_correctable_count\\": 3, \\"total_uncorrectable_count\\": $n}, \\"temperature\\": '
-                        '{\\"hotspot\\": {\\"value\\": 45, \\"unit\\": \\"C\\"}}}]"\n')
+                        '{\\"total_correctable_count\\": 3, \\"total_uncorrectable_count\\": $n}, '
+                        '\\"temperature\\": {\\"hotspot\\": {\\"value\\": 45, \\"unit\\": \\"C\\"}}}]"\n')
         tool.chmod(0o755)
         self.env = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT_ORDERS": str(self.base / "orders"),
                     "PATH": f"{tool.parent}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(base / "cache")}
-        program = [str(Path(__file__).resolve()), "worker", *TRAIN, "--data", str(words(base)), "--resume", "auto",
-                   "--out", str(self.out), *extra]
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        program = [str(Path(__file__).resolve()), "worker", *TRAIN, "--data", str(words(base)),
+                   "--resume", "auto", "--out", str(self.out), *extra]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                    f"--nproc-per-node={ranks}"]
         self.training = (launcher if ranks > 1 else [sys.executable]) + program
-        self.watching = [sys.executable, str(ROOT / "aegis.py"), "run", "--probe-every", "0.5", "--backoff", "0.2",
-                         "--sys-root", str(self.base / "sys"), "--kernel-log", str(self.kmsg), *aegis_flags, "--",
-                         *self.training]
+        self.watching = [sys.executable, str(ROOT / "aegis.py"), "run", "--probe-every", "0.5",
+                         "--backoff", "0.2", "--sys-root", str(self.base / "sys"),
+                         "--kernel-log", str(self.kmsg), *aegis_flags, "--", *self.training]
 
     def start(self):
         with open(self.screen, "ab") as screen:
-            self.process = subprocess.Popen(self.watching, env=self.env, stdout=screen, stderr=screen, cwd=self.base)
+            self.process = subprocess.Popen(self.watching, env=self.env, stdout=screen, stderr=screen,
+                                            cwd=self.base)
 
     def events(self, since=0.0):
         return [e for e in read_events(self.out) if e["time"] >= since]
@@ -378,7 +381,8 @@ def inject(run, kind):
 
 def bad_command(base, number):
     """A configuration error at start: its own short run. Returns its row."""
-    run = Run(base, f"bad{number}", random.choice([["--lr=abc"], ["--seq-len", "33"], ["--data", "no/such/file"]]))
+    run = Run(base, f"bad{number}",
+              random.choice([["--lr=abc"], ["--seq-len", "33"], ["--data", "no/such/file"]]))
     t0 = time.time()
     run.start()
     status = run.process.wait(120)
@@ -386,9 +390,10 @@ def bad_command(base, number):
     found, launches = names(events), sum(e["what"] == "launch" for e in events)
     shutil.rmtree(run.base)
     run.screen.unlink()
-    return {"kind": "config_error", "named": sorted(found), "classes": sorted(set(found.values())), "status": status,
-            "right": found == {"bad configuration": "fatal"}, "went_on": status == 2 and launches == 1,
-            "ended": True, "same": None, "detect_s": None, "at": round(t0, 3)}
+    return {"kind": "config_error", "named": sorted(found), "classes": sorted(set(found.values())),
+            "status": status, "right": found == {"bad configuration": "fatal"},
+            "went_on": status == 2 and launches == 1, "ended": True, "same": None, "detect_s": None,
+            "at": round(t0, 3)}
 
 
 def several(base, number, todo, reference):
@@ -436,7 +441,8 @@ def passed(row):
 
 
 def load():
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"injections": [], "calm": [], "overhead": {}}
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {
+        "injections": [], "calm": [], "overhead": {}}
 
 
 def store(key, value):
@@ -462,7 +468,8 @@ class Disk:
 def undisturbed(base):
     """Final weights of the same training without Aegis and without faults."""
     run = Run(base, "reference")
-    subprocess.run(run.training, env=run.env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(run.training, env=run.env, check=True, stdout=subprocess.DEVNULL,
+                   stderr=subprocess.DEVNULL)
     return checkpoint.load_weights(run.out)[1]
 
 
@@ -513,9 +520,10 @@ def overhead(steps=6):
     whole trainings would drown in noise."""
     with tempfile.TemporaryDirectory(prefix="faults") as folder:
         timings, run = Path(folder) / "timings.json", Run(Path(folder), "laptop", ranks=1)
-        program = [sys.executable, str(Path(__file__).resolve()), "timed", str(timings), "--tokens", str(steps * 4096),
-                   "--resume", "auto", "--out", str(run.out), "--eval-every", "0", "--sample-every", "0",
-                   "--save-every", "0", "--compile", "off", "--eval-tokens", "256"]
+        program = [sys.executable, str(Path(__file__).resolve()), "timed", str(timings),
+                   "--tokens", str(steps * 4096), "--resume", "auto", "--out", str(run.out),
+                   "--eval-every", "0", "--sample-every", "0", "--save-every", "0", "--compile", "off",
+                   "--eval-tokens", "256"]
         run.watching = [*run.watching[:run.watching.index("--probe-every")], "--", *program]
         del run.env["OMP_NUM_THREADS"], run.env["XDG_CACHE_HOME"]
         run.start()
@@ -579,21 +587,21 @@ def table():
     lines = [tally()] if results["injections"] else []
     if calm:
         alarms = sum(bool(row["alarms"]) or row["status"] != 0 for row in calm)
-        lines += ["", f"{len(calm)} undisturbed runs of as many seeds, each through warm-up and three phases: "
-                  f"{alarms} with a false alarm."]
+        lines += ["", f"{len(calm)} undisturbed runs of as many seeds, each through warm-up and "
+                  f"three phases: {alarms} with a false alarm."]
     if cost:
         own = sum(cost["ms_a_step"].values())
-        lines += ["", f"Of a step of {cost['step_ms']:.0f} ms (laptop preset, one process) guard and heartbeat took "
-                  f"{own:.2f} ms ({own / cost['step_ms']:.2%}), and the watcher {cost['watcher_share']:.2%} of the "
-                  "processors."]
+        lines += ["", f"Of a step of {cost['step_ms']:.0f} ms (laptop preset, one process) guard and "
+                  f"heartbeat took {own:.2f} ms ({own / cost['step_ms']:.2%}), and the watcher "
+                  f"{cost['watcher_share']:.2%} of the processors."]
     return "\n".join(lines)
 
 
 def tally():
     """Markdown: a row a kind of fault."""
     rows = load()["injections"]
-    lines = ["| fault | injected | named, acted on and got over | Aegis calls it | class | median time to detect |",
-             "|---|---|---|---|---|---|"]
+    lines = ["| fault | injected | named, acted on and got over | Aegis calls it | class "
+             "| median time to detect |", "|---|---|---|---|---|---|"]
     for kind in dict.fromkeys(["config_error", *(k.__name__ for k in KINDS)]):
         own = [row for row in rows if row["kind"] == kind]
         times = [row["detect_s"] for row in own if row["detect_s"] is not None]
@@ -607,13 +615,14 @@ def tally():
     noticed, named = zip(*dead) if dead else ([0], [0])
     lines += [f"| all | {len(rows)} | {sum(map(passed, rows))} | | | |", "",
               f"Medians and longest: a dead process was noticed after {statistics.median(noticed):.2f} s "
-              f"({max(noticed):.2f} s), and named once its launcher had said why, {statistics.median(named):.2f} s "
-              f"({max(named):.2f} s)."]
+              f"({max(noticed):.2f} s), and named once its launcher had said why, "
+              f"{statistics.median(named):.2f} s ({max(named):.2f} s)."]
     if hangs := [r["detect_s"] / r["budget_s"] for r in rows if r.get("budget_s") and r["detect_s"]]:
-        lines[-1] += (f" A hang took {statistics.median(hangs):.2f} ({max(hangs):.2f}) of the time allowed, five "
-                      "median steps and a second.")
+        lines[-1] += (f" A hang took {statistics.median(hangs):.2f} ({max(hangs):.2f}) of the time allowed, "
+                      "five median steps and a second.")
     same = [r["same"] for r in rows if r["same"] is not None]
-    lines[-1] += f" Weights were compared bit for bit after {len(same)} injections, and equal after {sum(same)}."
+    lines[-1] += (f" Weights were compared bit for bit after {len(same)} injections, "
+                  f"and equal after {sum(same)}.")
     return "\n".join(lines)
 
 
