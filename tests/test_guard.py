@@ -61,7 +61,8 @@ def test_one_outlier_does_not_widen_what_is_allowed():
     memory, (losses, norms) = guard.new_memory(), healthy(300)
     feed(memory, losses, norms)
     before = guard.spike(memory["loss"], 9.0, guard.SPIKE)
-    assert all(feed(memory, [9.0, math.nan, 9.0], [0.4] * 3, 300)) and guard.spike(memory["loss"], 9.0, guard.SPIKE) == before
+    assert (all(feed(memory, [9.0, math.nan, 9.0], [0.4] * 3, 300))
+            and guard.spike(memory["loss"], 9.0, guard.SPIKE) == before)
 
 
 def test_memory_survives_a_checkpoint_and_judges_alike():
@@ -141,7 +142,7 @@ def test_heartbeat_says_what_each_thing_took_and_nothing_without_a_watcher(tmp_p
 
 # -------------------------------------------------------------------------------- in the loop
 
-LONG = dict(tokens=60 * 256, eval_every=10, save_every=10, log_every=10)         # phases of 33, 15 and 12 steps
+LONG = dict(tokens=60 * 256, eval_every=10, save_every=10, log_every=10)    # phases of 33, 15 and 12 steps
 
 
 def poison(monkeypatch, kind, when, states=None):
@@ -151,7 +152,8 @@ def poison(monkeypatch, kind, when, states=None):
     def gradients(run, step):
         bad = step + run.progress["shift"] in when
         if states is not None:
-            states.append({name: owner[key].clone() for name, (owner, key) in checkpoint._flatten(run.state()).items()
+            states.append({name: owner[key].clone()
+                           for name, (owner, key) in checkpoint._flatten(run.state()).items()
                            if isinstance(owner[key], torch.Tensor)})
         noise = lambda tokens, indices, T, seed=0: tuple(
             torch.randint(128, 256, (2, len(indices), T), generator=NOISE.manual_seed(step)))
@@ -172,7 +174,8 @@ def found(out, *names):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nan", "noise"])
-def test_bad_batch_leaves_weights_optimizer_biases_and_best_as_they_were(text, monkeypatch, kind):  # noqa: F811
+def test_bad_batch_leaves_weights_optimizer_biases_and_best_as_they_were(
+        text, monkeypatch, kind):  # noqa: F811
     """Case C13: a checkpoint falls on the bad step too; it is not written then, and the best stays what it was."""
     states = []
     poison(monkeypatch, kind, {29}, states)
@@ -180,7 +183,8 @@ def test_bad_batch_leaves_weights_optimizer_biases_and_best_as_they_were(text, m
     assert len(states[29]) > 100 and any("balancing" in n for n in states[29])
     changed = [n for n in states[29] if not torch.equal(states[29][n], states[30][n])]
     assert not changed, f"changed by a bad step: {changed[:5]}"
-    assert any(not torch.equal(states[30][n], states[31][n]) for n in states[30]), "the next step must train again"
+    assert any(not torch.equal(states[30][n], states[31][n]) for n in states[30]), (
+        "the next step must train again")
     assert [e["step"] for e in found("run", "bad_step")] == [30] and not found("run", "roll_back")
     assert [e["step"] for e in found("run", "save")] == [10, 20, 40, 50, 60]
     assert all(t.isfinite().all() for t in weights("run").values() if t.is_floating_point())
@@ -203,7 +207,8 @@ def test_trouble_goes_back_and_past_the_data_and_a_resumed_run_does_the_same(tex
 
 
 @pytest.mark.slow
-def test_roll_backs_that_do_not_help_end_the_run_with_a_status_of_its_own(text, monkeypatch, capsys):  # noqa: F811
+def test_roll_backs_that_do_not_help_end_the_run_with_a_status_of_its_own(
+        text, monkeypatch, capsys):  # noqa: F811
     poison(monkeypatch, "nan", range(24, 1000))
     changes = {**SMALL, **LONG, "data": text, "out": "run"}
     with pytest.raises(SystemExit) as stop:
