@@ -345,7 +345,8 @@ def test_bad_data_and_folders_end_in_one_line(text, tmp_path, assert_refused):
     assert_refused([f"--data={text}", *small, f"--out={short}/run"], "--out")
     assert_refused([f"--data={text}", *small, "--tokens=10"], "--tokens")
     short.write_text("ab cd ef\n" * 100)           # 855 bytes to train on, 45 to validate
-    assert_refused([f"--data={short}", *small, "--seq-len=64"], "validation part of", "is 45 tokens", "at least 65")
+    assert_refused([f"--data={short}", *small, "--seq-len=64"], "validation part of", "is 45 tokens",
+                   "at least 65")
 
 
 def test_existing_run_is_never_overwritten(text):
@@ -564,7 +565,8 @@ def test_two_ranks_stopped_by_a_signal_to_one_and_resumed_are_bitwise_the_undist
     ends = [json.loads(line) for line in Path("halves/events.jsonl").read_text().splitlines()]
     assert [(e["what"], e["step"]) for e in ends if e["what"] in ("stopped", "done")] == [
         ("stopped", 4), ("stopped", 8)]
-    assert [path.name for path in sorted(Path("halves/checkpoints").iterdir())] == ["step_00000004", "step_00000008"]
+    assert [path.name for path in sorted(Path("halves/checkpoints").iterdir())] == [
+        "step_00000004", "step_00000008"]
     torchrun(text, "straight", stop_after=8)
     same("straight", "halves")
     assert rows("straight") == rows("halves")
