@@ -55,9 +55,10 @@ def watcher(tmp_path, body="pass", steps=30, command=None, **flags):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(root=str(ROOT), out=str(out), body=body, steps=steps))
     (tmp_path / "kmsg").touch()
-    cfg = aegis.WatchConfig(**{"backoff": 0.02, "sys_root": str(tmp_path / "sys"), "kernel_log": str(tmp_path / "kmsg"),
-                               "probe_every": 0.1, **flags})
-    return aegis.Watcher(cfg, [*(command or [sys.executable, str(program)]), "--resume", "auto", "--out", str(out)])
+    cfg = aegis.WatchConfig(**{"backoff": 0.02, "sys_root": str(tmp_path / "sys"),
+                               "kernel_log": str(tmp_path / "kmsg"), "probe_every": 0.1, **flags})
+    return aegis.Watcher(cfg, [*(command or [sys.executable, str(program)]), "--resume", "auto",
+                               "--out", str(out)])
 
 
 def events(tmp_path, *what):
@@ -77,7 +78,8 @@ def test_healthy_run_ends_with_no_finding(tmp_path):
 
 
 def test_killed_rank_is_named_and_started_again(tmp_path):
-    assert watcher(tmp_path, "if step == 20 and not starts: os.kill(os.getpid(), signal.SIGKILL)").watch() == 0
+    assert watcher(
+        tmp_path, "if step == 20 and not starts: os.kill(os.getpid(), signal.SIGKILL)").watch() == 0
     assert faults(tmp_path) == [("rank killed", "transient")] and len(events(tmp_path, "start")) == 2
     fault, = events(tmp_path, "fault")
     assert fault["silent"] < 2 and fault["action"] == "end the group, restart 1 after 0.02 s"
@@ -115,7 +117,8 @@ def test_hang_is_seen_within_five_median_steps_and_a_second(tmp_path, body):
     fault, = events(tmp_path, "fault")
     allowed = float(re.search(r"allowed ([\d.]+) s", fault["evidence"])[1])
     median = (allowed - aegis.HANG) / aegis.HANG_STEPS
-    assert fault["fault"] == "hang" and 0 < median < 0.5 and fault["silent"] < 5 * median + 1 + 0.5     # a loaded machine
+    # 0.5: a loaded machine.
+    assert fault["fault"] == "hang" and 0 < median < 0.5 and fault["silent"] < 5 * median + 1 + 0.5
     assert events(tmp_path, "done")
 
 
@@ -141,7 +144,8 @@ def test_request_to_stop_is_passed_on_and_no_fault(tmp_path):
     body = "if step == 0: signal.signal(signal.SIGTERM, lambda *_: (heart.beat('end'), os._exit(0)))"
     watch = watcher(tmp_path, body, steps=10_000)
     threading.Timer(1.5, lambda: setattr(watch, "asked", True)).start()
-    assert watch.watch() == 0 and not faults(tmp_path) and "asked to stop" in events(tmp_path, "over")[0]["evidence"]
+    assert (watch.watch() == 0 and not faults(tmp_path)
+            and "asked to stop" in events(tmp_path, "over")[0]["evidence"])
 
 
 # -------------------------------------------------------------------------------- Aegis's own death
@@ -175,7 +179,8 @@ def test_orphans_are_ended_before_a_new_start(tmp_path):
     first.lock.close()
     assert probes.family(first.beats_folder)
     assert watcher(tmp_path, steps=40, command=launcher, body="not starts and time.sleep(100)").watch() == 0
-    assert "1 processes" in events(tmp_path, "orphans")[0]["evidence"] and not probes.family(first.beats_folder)
+    assert ("1 processes" in events(tmp_path, "orphans")[0]["evidence"]
+            and not probes.family(first.beats_folder))
 
 
 # -------------------------------------------------------------------------------- the machine, other nodes
@@ -186,30 +191,37 @@ def test_rising_nic_counters_memory_and_kernel_lines_are_told_once(tmp_path, mon
     counter.write_text("5")
     monkeypatch.setattr(aegis, "memory_left", lambda: 0.01)
     body = (f"if step == 20: open({str(counter)!r}, 'w').write('500'); "
-            f"open({str(tmp_path / 'kmsg')!r}, 'a').write('6,1,2,-;amdgpu 0000:c1:00.0: GPU reset begin!\\n')")
+            f"open({str(tmp_path / 'kmsg')!r}, 'a')"
+            ".write('6,1,2,-;amdgpu 0000:c1:00.0: GPU reset begin!\\n')")
     assert watcher(tmp_path, body, steps=80).watch() == 0
-    assert sorted(faults(tmp_path)) == [("gpu reset", "node"), ("memory pressure", "warning"), ("nic errors", "node")]
-    assert {e["action"] for e in events(tmp_path, "fault")} == {"told"} and len(events(tmp_path, "start")) == 1
+    assert sorted(faults(tmp_path)) == [
+        ("gpu reset", "node"), ("memory pressure", "warning"), ("nic errors", "node")]
+    assert ({e["action"] for e in events(tmp_path, "fault")} == {"told"}
+            and len(events(tmp_path, "start")) == 1)
 
 
 def test_ecc_errors_come_from_the_tool_on_path(tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     tool = tmp_path / "bin" / "amd-smi"
-    tool.write_text(f'#!/bin/sh\nread n < {tmp_path}/ecc\necho "[{{\\"ecc\\": {{\\"total_uncorrectable_count\\": $n}}}}]"\n')
+    tool.write_text(f'#!/bin/sh\nread n < {tmp_path}/ecc\n'
+                    'echo "[{\\"ecc\\": {\\"total_uncorrectable_count\\": $n}}]"\n')
     tool.chmod(0o755)
     (tmp_path / "ecc").write_text("2\n")
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     body = f"if step == 60: open({str(tmp_path / 'ecc')!r}, 'w').write('3\\n')"
     assert watcher(tmp_path, body, steps=200).watch() == 0
-    assert [(e["fault"], e["evidence"]) for e in events(tmp_path, "fault")] == [("ecc errors", "uncorrectable: 2 to 3")]
+    assert [(e["fault"], e["evidence"]) for e in events(tmp_path, "fault")] == [
+        ("ecc errors", "uncorrectable: 2 to 3")]
 
 
 def note(watch, node, state, **more):
     (watch.folder / f"{node}.json").write_text(json.dumps(
-        {"node": node, "state": state, "time": time.time(), "pid": 1, "born": "0", "offset": 0, "pace": None, **more}))
+        {"node": node, "state": state, "time": time.time(), "pid": 1, "born": "0", "offset": 0, "pace": None,
+         **more}))
 
 
-@pytest.mark.parametrize("nnodes, others, leaves", [("2:4", ["b", "c"], True), ("2:4", ["b"], False), ("1:1", [], False)])
+@pytest.mark.parametrize("nnodes, others, leaves", [
+    ("2:4", ["b", "c"], True), ("2:4", ["b"], False), ("1:1", [], False)])
 def test_sick_node_leaves_only_if_the_others_suffice_and_stays_away(tmp_path, nnodes, others, leaves):
     watch = watcher(tmp_path, command=["torchrun", f"--nnodes={nnodes}"], node="a")
     watch.pid, watch.born, watch.tail, watch.told = os.getpid(), "0", probes.Tail(tmp_path / "none", 0), set()
@@ -257,12 +269,13 @@ def ranks(watch, *pids):
 
 @pytest.mark.parametrize("code, said, what", [
     (1, ["  exitcode  : -9 (pid: 11)  (SIGKILL)", "  exitcode  : -15 (pid: 12)  (SIGTERM)"], "rank killed"),
-    (1, ["  exitcode  : -9 (pid: 11)", "failed (exitcode: -9) local_rank: 0 (pid: 11)", "  exitcode  : -9 (pid: 12)"],
-     "all ranks killed"),
+    (1, ["  exitcode  : -9 (pid: 11)", "failed (exitcode: -9) local_rank: 0 (pid: 11)",
+         "  exitcode  : -9 (pid: 12)"], "all ranks killed"),
     (1, ["Connection closed by peer", "  exitcode  : -9 (pid: 11)"], "rank killed"),
     (1, ["Connection closed by peer [10.0.0.2]", "  exitcode  : 1 (pid: 11)"], "peer lost"),
     (1, ["  exitcode  : -11 (pid: 11)", "  exitcode  : -15 (pid: 12)"], "rank crashed"),
-    (1, ["  exitcode  : 2 (pid: 11)", "Connection closed by peer", "  exitcode  : -15 (pid: 12)"], "bad configuration"),
+    (1, ["  exitcode  : 2 (pid: 11)", "Connection closed by peer", "  exitcode  : -15 (pid: 12)"],
+     "bad configuration"),
     (-9, [], "launcher killed"),
     (1, ["HIP out of memory", "  exitcode  : 1 (pid: 11)"], "out of memory"),
     (1, ["  exitcode  : 1 (pid: 11)", "  exitcode  : -15 (pid: 12)"], "unexplained end")])
@@ -286,7 +299,8 @@ def test_launcher_that_was_no_child_and_left_ranks_behind_was_killed(tmp_path):
 
 
 @pytest.mark.parametrize("command, words", [
-    ([], "what to watch"), (["train.py", "--resume", "auto"], "--out"), (["train.py", "--out=x"], "--resume")])
+    ([], "what to watch"), (["train.py", "--resume", "auto"], "--out"),
+    (["train.py", "--out=x"], "--resume")])
 def test_command_that_could_not_be_started_again_is_refused(command, words):
     with pytest.raises(ValueError, match=words):
         aegis.run_folder(command)
@@ -296,15 +310,17 @@ def test_command_that_could_not_be_started_again_is_refused(command, words):
 def test_report_counts_time_steps_and_faults(tmp_path):
     run, fault = tmp_path / "run", {"what": "fault", "class": "transient", "fault": "hang", "silent": 1.5}
     run.mkdir()
-    for second, record in {0: {"what": "launch"}, 10: {"what": "start", "step": 0}, 50: {"what": "save", "step": 40},
-                           60: {**fault, "action": "end the group, restart 1 after 1 s"}, 62: {"what": "launch"},
-                           70: {"what": "start", "step": 40}, 71: {"what": "recovered", "seconds": 11.0, "step": 41},
-                           80: {"what": "bad_step", "step": 45, "class": "data", "action": "skip", "evidence": "nan"},
-                           100: {"what": "done", "step": 70}}.items():
+    for second, record in {
+            0: {"what": "launch"}, 10: {"what": "start", "step": 0}, 50: {"what": "save", "step": 40},
+            60: {**fault, "action": "end the group, restart 1 after 1 s"}, 62: {"what": "launch"},
+            70: {"what": "start", "step": 40}, 71: {"what": "recovered", "seconds": 11.0, "step": 41},
+            80: {"what": "bad_step", "step": 45, "class": "data", "action": "skip", "evidence": "nan"},
+            100: {"what": "done", "step": 70}}.items():
         guard.append(run / "events.jsonl", {"time": 1000.0 + second, "rank": 0, **record})
     (run / "log.csv").write_text("# {}\nstep,step_ms\n10,1000\n20,1000\n30,1100\n")
     text = aegis.report(run)
-    assert "training 80%, starting 18%, down 2%" in text and "goodput  70%: 70 useful steps of 1000 ms" in text
+    assert ("training 80%, starting 18%, down 2%" in text
+            and "goodput  70%: 70 useful steps of 1000 ms" in text)
     assert re.search(r"transient +hang +1 +1.5 s +11.0 s +end the group, restart N after N s", text)
     assert re.search(r"data +bad step +1 +- +- +skip", text)
     pytest.importorskip("matplotlib")
@@ -316,8 +332,9 @@ def test_report_counts_time_steps_and_faults(tmp_path):
 
 # -------------------------------------------------------------------------------- real trainings
 
-TRAIN = "--preset tiny --tokenizer bytes --tokens 10240 --batch-tokens 256 --seq-len 32 --micro-tokens 128 --eval-every " \
-        "20 --eval-tokens 256 --save-every 5 --sample-every 0 --device cpu --compile off --resume auto".split()
+TRAIN = ("--preset tiny --tokenizer bytes --tokens 10240 --batch-tokens 256 --seq-len 32 --micro-tokens 128 "
+         "--eval-every 20 --eval-tokens 256 --save-every 5 --sample-every 0 --device cpu --compile off "
+         "--resume auto").split()
 
 
 def training(tmp_path, out, body, *torchrun):
@@ -326,7 +343,8 @@ def training(tmp_path, out, body, *torchrun):
     program = tmp_path / f"{out}.py"
     program.write_text(f"import os, signal, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport train\n"
                        "real = train.Run.gradients\ndef gradients(run, step):\n"
-                       f"    {body}\n    return real(run, step)\ntrain.Run.gradients = gradients\ntrain.main(sys.argv[1:])\n")
+                       f"    {body}\n    return real(run, step)\n"
+                       "train.Run.gradients = gradients\ntrain.main(sys.argv[1:])\n")
     return [sys.executable, "-m", "torch.distributed.run", *torchrun, str(program), *TRAIN, "--data",
             str(tmp_path / "words.txt"), "--out", str(tmp_path / out)]
 
@@ -352,18 +370,21 @@ def test_node_with_ecc_errors_leaves_and_the_other_finishes_alone(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "ecc").write_text("0\n")
     tool = tmp_path / "bin" / "amd-smi"
-    tool.write_text(f'#!/bin/sh\nread n < {tmp_path}/ecc\necho "[{{\\"ecc\\": {{\\"total_uncorrectable_count\\": $n}}}}]"\n')
+    tool.write_text(f'#!/bin/sh\nread n < {tmp_path}/ecc\n'
+                    'echo "[{\\"ecc\\": {\\"total_uncorrectable_count\\": $n}}]"\n')
     tool.chmod(0o755)
     port = 29_500 + os.getpid() % 500
     watchers = {}
     for node in "ab":
         host = f"last_call_timeout=3,is_host={int(node == 'a')}"
-        command = training(tmp_path, "run", "time.sleep(0.1)", "--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d",
-                           f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=x", "--rdzv-conf", host)
+        command = training(tmp_path, "run", "time.sleep(0.1)", "--nnodes=1:2", "--nproc-per-node=1",
+                           "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=x",
+                           "--rdzv-conf", host)
         path = f"{tool.parent}:{os.environ['PATH']}" if node == "b" else os.environ["PATH"]
         watchers[node] = subprocess.Popen(
-            [sys.executable, str(ROOT / "aegis.py"), "run", "--node", node, "--probe-every", "0.5", "--backoff", "0.2", "--",
-             *command], env={**os.environ, "PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+            [sys.executable, str(ROOT / "aegis.py"), "run", "--node", node, "--probe-every", "0.5",
+             "--backoff", "0.2", "--", *command],
+            env={**os.environ, "PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 100
     while not events(tmp_path, "save") and time.monotonic() < deadline:
