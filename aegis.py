@@ -3,7 +3,7 @@
     python aegis.py run -- torchrun --nproc-per-node=8 train.py --resume auto --out runs/mine ...
     python aegis.py run -- python train.py --resume auto --out runs/mine
     python aegis.py report runs/mine                   goodput, faults, times; a picture of the time line
-    python aegis.py                                    a demonstration: a stand-in for a training is killed once
+    python aegis.py                                    a demonstration: a stand-in for a training is killed
 
 The loop's own guard (guard.py) skips bad steps and rolls back. This is the other half, around the run: one
 process a node starts the command and reads heartbeats (a line that each rank writes in place, several times
@@ -148,13 +148,15 @@ class Watcher:
             pass            # a full disk: it will be said, and the old file still finds the processes
 
     def peers(self, state):
-        """What the other nodes wrote that are in this state, and wrote lately (or, of an end, since we began)."""
+        """What the other nodes wrote that are in this state, and wrote lately (or, of an end, since we
+        began)."""
         notes = [json.loads(f.read_text()) for f in self.folder.glob("*.json") if f != self.own_file]
         late = time.time() - 3 * self.cfg.probe_every - 5 if state == "running" else self.begun
         return [note for note in notes if note["state"] == state and note["time"] >= late]
 
     def begin(self):
-        """Take over what an Aegis before us left: watch a group that lives, end one that lost its launcher."""
+        """Take over what an Aegis before us left: watch a group that lives, end one that lost its
+        launcher."""
         old = json.loads(self.own_file.read_text()) if self.own_file.exists() else {}
         if old.get("state") == "excluded":
             raise ValueError(f"node {self.cfg.node} was excluded from {self.run}: once it is mended, remove "
@@ -195,7 +197,8 @@ class Watcher:
         self.event("launch", evidence=" ".join(self.command), pid=self.pid)
 
     def end(self):
-        """Kill every process of the group that is left, and wait until it is gone. Returns how many there were."""
+        """Kill every process of the group that is left, and wait until it is gone. Returns how many there
+        were."""
         first = members = family(self.beats_folder)
         while members:
             for pid in members:
@@ -216,8 +219,8 @@ class Watcher:
 
     # ----- seeing
     def listen(self):
-        """Output and kernel log since the last look: shown, kept for an autopsy, and searched for what does not
-        end a run. Returns the faults that may be acted on while the run lives."""
+        """Output and kernel log since the last look: shown, kept for an autopsy, and searched for what does
+        not end a run. Returns the faults that may be acted on while the run lives."""
         lines, kernel = self.tail.lines(), self.kernel.lines()
         for line in lines:
             say(line)
@@ -291,8 +294,8 @@ class Watcher:
                              f"{1e3 * usual:.1f}", rank=rank, broken=False)
 
     def machine(self, now):
-        """Faults of memory, disk, network cards and GPUs since the last probe. The smi tool takes its time, so it
-        is started at one probe and read when it has ended."""
+        """Faults of memory, disk, network cards and GPUs since the last probe. The smi tool takes its time,
+        so it is started at one probe and read when it has ended."""
         faults = []
         if now >= self.next_probe:
             self.next_probe = now + self.cfg.probe_every
@@ -338,7 +341,8 @@ class Watcher:
                          broken=False)
 
     def look(self):
-        """All that is wrong now: faults, the first broken one ends the list. None: the run is over, and well."""
+        """All that is wrong now: faults, the first broken one ends the list. None: the run is over, and
+        well."""
         now = time.monotonic()
         faults = self.listen()
         self.read_beats()
@@ -363,8 +367,8 @@ class Watcher:
         return bool(said) and said[-1] != "start"
 
     def autopsy(self, code, gone):
-        """Why the group ended: what it said, then exit codes, then what survivors said. code: the launcher's, None
-        where it still lives or was no child of ours. gone: ranks whose process is not there any more."""
+        """Why the group ended: what it said, then exit codes, then what survivors said. code: the launcher's,
+        None where it still lives or was no child of ours. gone: ranks whose process is not there any more."""
         codes = list({pid: int(c) for line in self.said
                       for c, pid in re.findall(r"exitcode\s*: (-?\d+) \(pid: (\d+)\)", line)}.values())
         launcher = self.pid not in [beat["pid"] for beat in self.beats.values()]
@@ -489,7 +493,8 @@ def steps_over_time(events):
 
 
 def found(events):
-    """{(class, name): rows}, a row (seconds to detect or None, seconds to recover or None, action) a finding."""
+    """{(class, name): rows}, a row (seconds to detect or None, seconds to recover or None, action) a
+    finding."""
     table, waiting = defaultdict(list), None
     for e in events:
         if e["what"] in FINDINGS:

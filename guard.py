@@ -5,12 +5,13 @@ All that decides is the same number on all ranks (the loss, averaged by one smal
 norm, which DDP has averaged; checksums of the weights, gathered), so all ranks decide alike and nobody
 asks:
 
-  (1)  bad step   loss or norm is not finite, or above  m + k max(1.4826 MAD, FLOOR m),  m the median and MAD the
-                  median distance from it over the last WINDOW good steps; k = SPIKE, for the norm twice that.
-                  Skipped: weights, optimizer and balancing biases stay as they are
-  (2)  trouble    TROUBLE bad steps among RECENT: back to the newest whole checkpoint, and past the data read since
-  (3)  damage     weights not finite, or not the same bits on all ranks: back, on the same data. Looked for every
-                  CHECK_EVERY steps and before every save, so that a bad state is never saved over a good one
+  (1)  bad step   loss or norm is not finite, or above  m + k max(1.4826 MAD, FLOOR m),  m the median and
+                  MAD the median distance from it over the last WINDOW good steps; k = SPIKE, for the norm
+                  twice that. Skipped: weights, optimizer and balancing biases stay as they are
+  (2)  trouble    TROUBLE bad steps among RECENT: back to the newest whole checkpoint, past the data since
+  (3)  damage     weights not finite, or not the same bits on all ranks: back, on the same data. Looked for
+                  every CHECK_EVERY steps and before every save, so that a bad state is never saved over a
+                  good one
   (4)  no way out MAX_ROLL_BACKS without getting past the place of the trouble: GaveUp, exit status 3
 
 1.4826 MAD is the standard deviation for normal noise, and no single outlier moves it: median and MAD
@@ -74,8 +75,8 @@ def read_events(run):
 class Heartbeat:
     """What a rank is at, written in place into a file of its own; nothing without a watcher around the run.
 
-    beat("step", 7) says that step 7 begins, and that whatever came before has ended. mark() stops the clock of
-    the rank's own work in a step: what follows may wait for the others, and all ranks would look as slow.
+    beat("step", 7) says that step 7 begins, and that whatever came before has ended. mark() stops the clock
+    of the rank's own work in a step: what follows may wait for the others, and all ranks would look as slow.
     """
 
     def __init__(self, rank):
@@ -137,7 +138,8 @@ def judge(memory, step, loss, norm, settled):
 
 
 def share_mean(loss, norm, world):
-    """Mean loss over the ranks, and the gradient norm, as floats: one small all-reduce, one wait for the GPU."""
+    """Mean loss over the ranks, and the gradient norm, as floats: one small all-reduce, one wait for the
+    GPU."""
     import torch
     if world > 1:
         torch.distributed.all_reduce(loss)

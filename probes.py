@@ -87,8 +87,8 @@ def process(pid):
 
 
 def awake(pid):
-    """Whether any thread of a process runs or waits for a disk. The first thread's state alone would not do: it
-    sleeps while one that writes a checkpoint holds the interpreter."""
+    """Whether any thread of a process runs or waits for a disk. The first thread's state alone would not do:
+    it sleeps while one that writes a checkpoint holds the interpreter."""
     for file in Path(f"/proc/{pid}/task").glob("*/stat"):
         try:
             if file.read_text().rpartition(")")[2].split()[0] in "RD":
@@ -160,7 +160,8 @@ def read_smi(text):
 
 
 def leaves(node, key=""):
-    """(key in lower case, number) of a nested structure; {"value": 45, "unit": "C"} counts under its own name."""
+    """(key in lower case, number) of a nested structure; {"value": 45, "unit": "C"} counts under its own
+    name."""
     if isinstance(node, dict):
         for name, value in node.items():
             yield from leaves(value, key if name == "value" else name.lower())

@@ -86,7 +86,8 @@ def newest_run(folder="runs"):
 
 
 def read_run(folder):
-    """config.json of a run of train.py, a dict. FileNotFoundError or ValueError: it is not there, or damaged."""
+    """config.json of a run of train.py, a dict. FileNotFoundError or ValueError: it is not there, or
+    damaged."""
     if not (Path(folder) / "config.json").is_file():
         raise FileNotFoundError(f"{folder} is not the folder of a run: it has no config.json")
     try:

@@ -1,15 +1,15 @@
 """Injects faults into small trainings under Aegis and counts what it made of them.
 
-    python benchmarks/faults.py inject [N] [SEED]   N injections (100) in random order; takes up where it stopped
-    python benchmarks/faults.py calm [N]            N undisturbed runs (20), each of its own seed: no alarm allowed
-    python benchmarks/faults.py overhead            what guard, heartbeat and watcher cost on the laptop preset
+    python benchmarks/faults.py inject [N] [SEED]   N injections (100) in random order; it can be resumed
+    python benchmarks/faults.py calm [N]            N undisturbed runs (20), each of its own seed: no alarm
+    python benchmarks/faults.py overhead            what guard, heartbeat and watcher cost (laptop preset)
     python benchmarks/faults.py table               the tables of the README, from the results of the three
 
 Each training is real: two ranks under torchrun, the tiny preset, three phases, on a small tmpfs; only its
 steps are drawn out by a sleep, so that there is time to hit them. So are the faults: signals, damaged files,
 a full disk, a poisoned gradient, a flipped bit in a weight, an address space that ends. GPU, network card and
-kernel log are stand-ins: a program named amd-smi on PATH, a folder of sysfs files, a text file. A row for each
-injection goes to benchmarks/results/faults.json. It passes if
+kernel log are stand-ins: a program named amd-smi on PATH, a folder of sysfs files, a text file. A row for
+each injection goes to benchmarks/results/faults.json. It passes if
 
   - what Aegis named, and its class, are exactly what the kind says, and nothing else was named meanwhile;
   - the run went on (or stopped, with the right exit status, where that is right), and later ended well;
@@ -300,7 +300,7 @@ def kill_aegis_and_torchrun(run):
     return now
 
 
-# kind: (what Aegis must name, class), whether the training starts again, whether the weights may differ after it.
+# kind: (what Aegis must name, class), whether the training starts again, whether weights may differ after it.
 KINDS = {
     kill_rank: ({"rank killed"}, "transient", True, False),
     kill_all_ranks: ({"all ranks killed"}, "transient", True, False),
@@ -333,7 +333,8 @@ def names(events):
 
 
 def fits(kind, step):
-    """Whether this is a moment for this kind: spikes need LEAST steps of the phase behind them and some ahead."""
+    """Whether this is a moment for this kind: spikes need LEAST steps of the phase behind them and some
+    ahead."""
     starts = (0, 110, 160, STEPS)
     begin, end = next((a, b) for a, b in zip(starts, starts[1:]) if a <= step < b)
     if kind in (corrupt_batch, corrupt_stretch):
@@ -516,8 +517,8 @@ def calm(count=20):
 
 def overhead(steps=6):
     """What a step of the laptop preset takes, and what of it guard and heartbeat; and the watcher's processor
-    time around it. The guard's calls are timed one by one in the same process, as medians: a difference of two
-    whole trainings would drown in noise."""
+    time around it. The guard's calls are timed one by one in the same process, as medians: a difference of
+    two whole trainings would drown in noise."""
     with tempfile.TemporaryDirectory(prefix="faults") as folder:
         timings, run = Path(folder) / "timings.json", Run(Path(folder), "laptop", ranks=1)
         program = [sys.executable, str(Path(__file__).resolve()), "timed", str(timings),
@@ -545,7 +546,8 @@ def processor_seconds(pid):
 
 
 def timed(file, *argv):
-    """A short train.py that notes its steps; then times what guard and heartbeat do in each, on its own model."""
+    """A short train.py that notes its steps; then times what guard and heartbeat do in each, on its own
+    model."""
     import torch
 
     import guard

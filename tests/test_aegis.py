@@ -1,4 +1,5 @@
-"""The watcher around stand-ins for a training: small programs that beat, die, hang and fail as they are told."""
+"""The watcher around stand-ins for a training: small programs that beat, die, hang and fail as they are
+told."""
 
 import json
 import os
@@ -25,7 +26,8 @@ import json, os, signal, sys, time
 sys.path.insert(0, {root!r})
 from guard import Heartbeat, append
 out, rank = {out!r}, int(os.environ.get("RANK", 0))
-starts = sum(e == "start" for e in open(out + "/starts").read().split()) if os.path.exists(out + "/starts") else 0
+starts = sum(e == "start" for e in open(out + "/starts").read().split()) if os.path.exists(out + "/starts") \
+    else 0
 open(out + "/starts", "a").write("start ")
 heart = Heartbeat(rank)
 append(out + "/events.jsonl", dict(time=time.time(), rank=0, what="start", step=0))

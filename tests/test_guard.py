@@ -176,7 +176,8 @@ def found(out, *names):
 @pytest.mark.parametrize("kind", ["nan", "noise"])
 def test_bad_batch_leaves_weights_optimizer_biases_and_best_as_they_were(
         text, monkeypatch, kind):  # noqa: F811
-    """Case C13: a checkpoint falls on the bad step too; it is not written then, and the best stays what it was."""
+    """A checkpoint falls on the bad step too; it is not written then, and the best stays what it
+    was."""
     states = []
     poison(monkeypatch, kind, {29}, states)
     go(text, "run", **LONG)

@@ -546,7 +546,8 @@ train.main(args)
 
 @pytest.mark.slow
 def test_no_thread_of_the_process_group_outlives_the_training(text):
-    """One that does aborts the interpreter's exit now and then, and a finished run looks like a failed one."""
+    """One that does aborts the interpreter's exit now and then, and a finished run looks like a failed
+    one."""
     program = Path("threads.py")
     program.write_text("""import sys, pathlib, train
 train.main(sys.argv[1:])
@@ -558,7 +559,8 @@ sys.exit(f"still running: {names}" if any("gloo" in name for name in names) else
 
 @pytest.mark.slow
 def test_two_ranks_stopped_by_a_signal_to_one_and_resumed_are_bitwise_the_undisturbed_run(text):
-    """The signal comes while evaluating, and in the resumed run while saving: both stop, at that very step."""
+    """The signal comes while evaluating, and in the resumed run while saving: both stop, at that very
+    step."""
     for moment, step in (("evaluate", 4), ("save", 8)):
         Path(f"{moment}.py").write_text(RANKS + f"signalled({moment!r}, {step})\ntrain.main(args)\n")
         torchrun(text, "halves", program=f"{moment}.py", resume="auto")
