@@ -227,10 +227,11 @@ class Watcher:
         ours = {str(beat["pid"]) for beat in self.beats.values()}
         self.said += lines + [k for k in kernel
                               if (m := re.search(r"Killed process (\d+)", k)) and m[1] in ours]
-        found = [recognise([line], REMARKS) for line in lines]
-        found += [fault for line in kernel if (fault := recognise([line], LINES)) and fault.kind == "node"]
-        new = {fault.what: fault for fault in found if fault and fault.what not in self.told}
+        remarks = [recognise([line], REMARKS) for line in lines]
+        new = {fault.what: fault for fault in remarks if fault and fault.what not in self.told}
         self.told |= set(new)
+        hardware = [recognise([line], LINES) for line in kernel]     # told each time: a second one matters
+        new |= {fault.what: fault for fault in hardware if fault and fault.kind == "node"}
         return [replace(fault, broken=False) for fault in new.values()]
 
     def read_beats(self):
@@ -241,7 +242,8 @@ class Watcher:
                 continue
             rank = int(file.name)
             for kind, seconds in beat["took"].items():
-                if old is None or old["took"].get(kind) != seconds:
+                stepped = kind in ("step", "own") and old and beat["step"] != old["step"]
+                if stepped or old is None or old["took"].get(kind) != seconds:      # even steps count each
                     self.history[(kind, rank) if kind == "own" else kind].append(seconds)
             if self.recovering and beat["what"] == "step":
                 self.event("recovered", step=beat["step"],

@@ -29,6 +29,7 @@ functions that need it, because the watcher imports this file and must be there 
 Left out: a level of loss that rises for good (new data) looks like trouble, and ends the run; a step that
 is bad for one rank's hardware is skipped like one of bad data."""
 
+import errno
 import json
 import math
 import os
@@ -51,12 +52,15 @@ GAVE_UP = 3             # exit status; 2 is the user's mistake, as everywhere in
 # -------------------------------------------------------------------------------- what a run tells of itself
 
 def append(file, record):
-    """One JSON line, in one write: lines of several processes do not mix. Starts anew after a torn line."""
+    """One JSON line, in one write: lines of several processes do not mix. Starts anew after a torn line.
+    Raises OSError where the disk takes only a part of it."""
     handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = os.fstat(handle).st_size
         torn = b"\n" if size and os.pread(handle, 1, size - 1) != b"\n" else b""
-        os.write(handle, torn + json.dumps(record).encode() + b"\n")
+        line = torn + json.dumps(record).encode() + b"\n"
+        if os.write(handle, line) < len(line):      # a full disk takes what fits, and says nothing
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
     finally:
         os.close(handle)
 

@@ -45,7 +45,8 @@ append(out + "/events.jsonl", dict(time=time.time(), rank=0, what="done", step={
 
 
 @pytest.fixture(autouse=True)
-def restore_signals():
+def own_signals_and_short_waits(monkeypatch):
+    monkeypatch.setattr(aegis, "SLOW", 30.0)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     for number, handler in before.items():
@@ -187,17 +188,17 @@ def test_orphans_are_ended_before_a_new_start(tmp_path):
 
 # -------------------------------------------------------------------------------- the machine, other nodes
 
-def test_rising_nic_counters_memory_and_kernel_lines_are_told_once(tmp_path, monkeypatch):
+def test_rising_nic_counters_and_memory_are_told_once_and_kernel_lines_each_time(tmp_path, monkeypatch):
     counter = tmp_path / "sys/class/net/eth0/statistics/rx_errors"
     counter.parent.mkdir(parents=True)
     counter.write_text("5")
     monkeypatch.setattr(aegis, "memory_left", lambda: 0.01)
-    body = (f"if step == 20: open({str(counter)!r}, 'w').write('500'); "
-            f"open({str(tmp_path / 'kmsg')!r}, 'a')"
+    body = (f"if step == 20: open({str(counter)!r}, 'w').write('500')\n"
+            f"    if step in (20, 50): open({str(tmp_path / 'kmsg')!r}, 'a')"
             ".write('6,1,2,-;amdgpu 0000:c1:00.0: GPU reset begin!\\n')")
     assert watcher(tmp_path, body, steps=80).watch() == 0
     assert sorted(faults(tmp_path)) == [
-        ("gpu reset", "node"), ("memory pressure", "warning"), ("nic errors", "node")]
+        ("gpu reset", "node"), ("gpu reset", "node"), ("memory pressure", "warning"), ("nic errors", "node")]
     assert ({e["action"] for e in events(tmp_path, "fault")} == {"told"}
             and len(events(tmp_path, "start")) == 1)
 

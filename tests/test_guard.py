@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 from pathlib import Path
 
@@ -125,6 +126,16 @@ def test_torn_line_costs_only_itself(tmp_path):
         stream.write('{"n": 2, "what": "to')
     guard.append(file, {"n": 3})
     assert [e["n"] for e in guard.read_events(tmp_path)] == [1, 3]
+
+
+def test_line_that_a_full_disk_takes_in_part_is_an_error_and_can_be_written_again(tmp_path, monkeypatch):
+    file, write = tmp_path / "events.jsonl", os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(guard.os, "write", lambda handle, line: write(handle, line[:7]))
+        with pytest.raises(OSError, match="No space left"):
+            guard.append(file, {"n": 1})
+    guard.append(file, {"n": 1})
+    assert guard.read_events(tmp_path) == [{"n": 1}]
 
 
 def test_heartbeat_says_what_each_thing_took_and_nothing_without_a_watcher(tmp_path, monkeypatch):
