@@ -299,6 +299,11 @@ class Watcher:
         """Faults of memory, disk, network cards and GPUs since the last probe. The smi tool takes its time,
         so it is started at one probe and read when it has ended."""
         faults = []
+        if self.smi and self.smi.poll() is not None:
+            (soft, hard, heat), self.smi = read_smi(self.smi.communicate()[0]), None
+            faults += [self.rise("ecc errors", "correctable", soft, RISE),
+                       self.rise("ecc errors", "uncorrectable", hard, 1),
+                       self.low("gpu hot", heat > HOT, f"{heat:.0f} C")]
         if now >= self.next_probe:
             self.next_probe = now + self.cfg.probe_every
             self.save_state("running")
@@ -306,16 +311,11 @@ class Watcher:
                        self.low("disk nearly full", *self.disk())]
             faults += [self.rise("nic errors", card, n, RISE)
                        for card, n in nic_errors(self.cfg.sys_root).items()]
-            if self.smi:
+            if self.smi:                    # hangs, as these tools do when a card does
                 self.smi.kill()
             command = smi_command()
             self.smi = command and subprocess.Popen(command, stdout=subprocess.PIPE,
                                                     stderr=subprocess.DEVNULL, text=True)
-        if self.smi and self.smi.poll() is not None:
-            (soft, hard, heat), self.smi = read_smi(self.smi.communicate()[0]), None
-            faults += [self.rise("ecc errors", "correctable", soft, RISE),
-                       self.rise("ecc errors", "uncorrectable", hard, 1),
-                       self.low("gpu hot", heat > HOT, f"{heat:.0f} C")]
         return [fault for fault in faults if fault]
 
     def disk(self):
