@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py ranks          the laptop preset on 1 and on 2 ranks of one thread each, in
     turns python benchmarks/scaling.py saves          one rank, a checkpoint every 40 steps
-    python benchmarks/scaling.py table          the table in the README, from benchmarks/results/scaling.json
+    python benchmarks/scaling.py table          both as Markdown, from benchmarks/results/scaling.json
 
 Each run is train.py's own `train`, started by torchrun, with a clock behind every optimizer step. Bytes are
 those of the loopback interface, so nothing else should use it meanwhile (in a network namespace of its own
