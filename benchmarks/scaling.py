@@ -1,7 +1,7 @@
 """What a second rank gains, what the ranks send each other, and what a save in the background costs.
 
-    python benchmarks/scaling.py ranks          the laptop preset on 1 and on 2 ranks of one thread each, in
-    turns python benchmarks/scaling.py saves          one rank, a checkpoint every 40 steps
+    python benchmarks/scaling.py ranks          the laptop preset on 1 and on 2 ranks of one thread, in turns
+    python benchmarks/scaling.py saves          one rank, a checkpoint every 40 steps
     python benchmarks/scaling.py table          both as Markdown, from benchmarks/results/scaling.json
 
 Each run is train.py's own `train`, started by torchrun, with a clock behind every optimizer step. Bytes are
