@@ -1,6 +1,6 @@
 """Trainings killed by SIGKILL at random moments, most of them while a checkpoint is written, and resumed.
 
-    python benchmarks/kills.py                  100 kills on one rank, 100 on two: some 15 minutes on two cores
+    python benchmarks/kills.py                  100 kills on one rank, 100 on two: some 15 minutes
     python benchmarks/kills.py --kills 20       fewer
     python benchmarks/kills.py table            the table in the README, from benchmarks/results/kills.json
 

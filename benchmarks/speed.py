@@ -1,10 +1,9 @@
 """Our model against transformers' ZAYA of the same shape, weights, batch and dtype, and the MoE against dense
 products.
 
-    python benchmarks/speed.py            all three comparisons; --rounds N for more repetitions. The results
-                                          are
-                                          kept in benchmarks/results/speed.json, and the README's table shows
-                                          them
+    python benchmarks/speed.py            all three comparisons; --rounds N for more repetitions
+
+The results are kept in benchmarks/results/speed.json, and the README's table shows them.
 
 Outputs are compared first, and a difference ends the script with status 1: a fast path that computes
 something else is no fast path. Then the two sides take turns, so that a noisy machine is noisy for both, and
