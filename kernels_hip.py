@@ -104,8 +104,10 @@ def _wide(x):
 
 
 def _may_skip(positions):
-    """Whether a slot may be skipped. Looked up on the CPU only: a GPU would have to be waited for."""
-    return positions.device.type != "cpu" or bool((positions < 0).any())
+    """Whether a slot may be skipped. Looked up on the CPU only: a GPU would have to be waited for, and a
+    compiled graph would end there."""
+    return (positions.device.type != "cpu" or torch.compiler.is_compiling()
+            or bool((positions < 0).any()))
 
 
 # ----------------------------------------------------------------------------------------- device code
@@ -557,12 +559,12 @@ class _Swiglu(torch.autograd.Function):
 
 
 def _eager(function):
-    """torch.compiler.disable, but the compiler is loaded (1.4 s) only once something is compiled."""
+    """A compiler cannot trace calls of kernels and has to leave them out; plain operations it may have."""
     @functools.wraps(function)
-    def call(*args, **kwargs):
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
-        return function(*args, **kwargs)
+    def call(x, *args, **kwargs):
+        if torch.compiler.is_compiling() and _library_for(x) is not None:
+            return torch.compiler.disable(function)(x, *args, **kwargs)
+        return function(x, *args, **kwargs)
     return call
 
 

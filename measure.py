@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from model import ZAYAConfig, grouped_linear
+from experts import grouped_linear
+from model import ZAYAConfig
 from prices import measure_operations, overhead, seconds
 
 

@@ -4,12 +4,11 @@
   for each block (one CCA sublayer and one MoE sublayer):
       R = res(CCA(norm(R)), R)                              attention.py
       p, e, r = router(norm(R), r)                          router.py; r goes on to the next block's router
-      R = res(p[e] Expert_e(norm(R)), R)                    kernels_hip.py moves the rows
+      R = res(p[e] Expert_e(norm(R)), R)                    experts.py; kernels_hip.py moves the rows
   logits = norm(R) embed^T                                  tied head
 
-  res(h, R)   = (h + b_h) a_h + (R + b_r) a_r               residual scaling, four learned vectors of width D
-  Expert_e(x) = W_down (silu(W_gate x) * W_up x)            SwiGLU
-  norm(x)     = w x / sqrt(mean(x^2) + eps)                 RMSNorm
+  res(h, R) = (h + b_h) a_h + (R + b_r) a_r                 residual scaling, four learned vectors of width D
+  norm(x)   = w x / sqrt(mean(x^2) + eps)                   RMSNorm
 
 The residual stream R is float32 whatever the compute dtype. The skip class of the router stands for no expert
 at all: its output is p x (skip_expert="identity": the original code and the papers) or 0 ("zero": what
@@ -39,7 +38,8 @@ from torch import nn
 import kernels_hip
 from attention import CCA, Cache, Context
 from config import option
-from router import Router, count
+from experts import MoE, compute_dtype
+from router import count
 
 
 @dataclass
@@ -172,14 +172,10 @@ class ResidualScaling(nn.Module):
         D = config.hidden_size
         self.learned = config.residual_scaling
         if self.learned:
-            self.hidden_states_scale, self.hidden_states_bias = (
-                nn.Parameter(torch.ones(D)),
-                nn.Parameter(torch.zeros(D)),
-            )
-            self.residual_scale, self.residual_bias = (
-                nn.Parameter(torch.ones(D)),
-                nn.Parameter(torch.zeros(D)),
-            )
+            self.hidden_states_scale = nn.Parameter(torch.ones(D))
+            self.hidden_states_bias = nn.Parameter(torch.zeros(D))
+            self.residual_scale = nn.Parameter(torch.ones(D))
+            self.residual_bias = nn.Parameter(torch.zeros(D))
 
     def forward(self, h, residual):
         if not self.learned:
@@ -188,86 +184,8 @@ class ResidualScaling(nn.Module):
         return h + (residual + self.residual_bias) * self.residual_scale
 
 
-FEW_SLOTS = 8  # rows up to which experts are called one by one in decoding: sorting costs more than it joins
-
-
-class Experts(nn.Module):
-    """E SwiGLU experts, one stacked tensor per projection: an idle expert then has a gradient, and it is
-    exactly zero."""
-
-    def __init__(self, config):
-        super().__init__()
-        E, F_, D = config.num_experts, config.expert_hidden_size, config.hidden_size
-        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * F_, D))                 # gate rows first
-        self.down_proj = nn.Parameter(torch.empty(E, D, F_))
-        self.activation = kernels_hip.swiglu      # of [gate, up] (S, 2 F) -> (S, F)
-
-    def forward(self, rows, offsets):
-        """rows (S, D) in expert order, offsets (E,) inclusive ends -> (S, D). Rows past the last offset come
-        out undefined."""
-        h = self.activation(grouped_linear(rows, self.gate_up_proj, offsets))
-        return grouped_linear(h, self.down_proj, offsets)
-
-    def single(self, x, e):
-        """Expert e alone: (..., D) -> (..., D)."""
-        return F.linear(kernels_hip.swiglu(F.linear(x, self.gate_up_proj[e])), self.down_proj[e])
-
-
-def grouped_linear(x, weight, offsets):
-    """x[offsets[e-1]:offsets[e]] @ weight[e]^T for every expert e: (S, I), (E, O, I) -> (S, O)."""
-    # autocast does not know grouped products
-    x, weight = x.to(compute_dtype(weight)), weight.to(compute_dtype(weight))
-    if grouped_mm_works(x, weight):
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
-    pieces, start = [], 0
-    # unbind: w[e] would write a full-size gradient per expert
-    for w, end in zip(weight.unbind(0), offsets.tolist()):
-        pieces.append(x[start:end] @ w.t())
-        start = end
-    return torch.cat([*pieces, x.new_zeros(len(x) - start, weight.shape[1])])
-
-
-def grouped_mm_works(x, weight):
-    """torch's grouped product takes these dtypes, and rows of a multiple of 16 bytes."""
-    return (hasattr(F, "grouped_mm") and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-            and all(size * x.element_size() % 16 == 0 for size in weight.shape[1:]))
-
-
-class MoE(nn.Module):
-    """Router (gate) and experts of one block; `visit` is equation (4) of router.py."""
-
-    def __init__(self, config, block=0):
-        super().__init__()
-        self.num_experts, self.skip_is_identity = config.num_experts, config.skip_expert == "identity"
-        self.gate = Router(config, block)
-        self.experts = Experts(config)
-
-    def visit(self, x_ND, p_NK, experts_NK):
-        """Each token's rows go to its experts and come back weighted: (N, D) -> (N, D)."""
-        if 0 < experts_NK.numel() <= FEW_SLOTS and x_ND.device.type == "cpu" and not torch.is_grad_enabled():
-            return self.visit_few(x_ND, p_NK, experts_NK)
-        rows, offsets, positions = kernels_hip.dispatch(x_ND, experts_NK, self.num_experts)
-        rows = self.experts(rows, offsets)
-        return kernels_hip.combine(rows, p_NK, positions, x_ND if self.skip_is_identity else None)
-
-    def visit_few(self, x_ND, p_NK, experts_NK):
-        """`visit` for a decoding step on a CPU, slot by slot: it reads the chosen experts' weights and
-        nothing else."""
-        wide, outputs = torch.promote_types(x_ND.dtype, torch.float32), []
-        for x_1D, experts, weights in zip(x_ND.split(1), experts_NK.tolist(), p_NK.tolist()):
-            skip = x_1D if self.skip_is_identity else torch.zeros_like(x_1D)
-            rows = [self.experts.single(x_1D, e) if e < self.num_experts else skip for e in experts]
-            outputs.append(sum(row.to(wide) * p for row, p in zip(rows, weights)))
-        return torch.cat(outputs).to(x_ND.dtype)
-
-    def forward(self, x, r=None):
-        """x (B, T, D), r (N, R) of the previous block or None -> y (B, T, D), r (N, R)."""
-        p_NK, experts_NK, r = self.gate(x.flatten(0, 1), r)
-        return self.visit(x.flatten(0, 1), p_NK, experts_NK).view_as(x), r
-
-
 class Block(nn.Module):
-    """One block: residual R (B, T, D) float32, router state r (N, R) -> R, r, loads (C,)."""
+    """One block: residual R (B, T, D) float32, router state r (N, R) -> R, r, chosen classes (N, K)."""
 
     def __init__(self, config, index):
         super().__init__()
@@ -278,25 +196,12 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(D, eps)
         self.mlp = MoE(config, index)
         self.post_mlp_residual_scale = ResidualScaling(config)
-        self.num_classes = config.num_classes
-        self.compiled = None        # attend_and_route, compiled; see ZAYA.compile_blocks
-
-    def attend_and_route(self, residual, r, context, state=None):
-        """The block up to the experts: R after attention, the experts' input x (N, D), p and experts (N, K),
-        r."""
-        h = self.self_attn(norm(self.input_layernorm, residual), context, state)
-        residual = self.post_attention_residual_scale(h, residual)
-        x_ND = norm(self.post_attention_layernorm, residual).flatten(0, 1)
-        return residual, x_ND, *self.mlp.gate(x_ND, r)
 
     def forward(self, residual, r, context, state=None):
-        attend_and_route = (
-            self.compiled if self.compiled and torch.is_grad_enabled() else Block.attend_and_route
-        )
-        residual, x_ND, p_NK, experts_NK, r = attend_and_route(self, residual, r, context, state)
-        h = self.mlp.visit(x_ND, p_NK, experts_NK).view_as(residual)
-        load = count(experts_NK, self.num_classes, context.keep) if self.training else None
-        return self.post_mlp_residual_scale(h, residual), r, load
+        h = self.self_attn(norm(self.input_layernorm, residual), context, state)
+        residual = self.post_attention_residual_scale(h, residual)
+        h, r, experts_NK = self.mlp(norm(self.post_attention_layernorm, residual), r)
+        return self.post_mlp_residual_scale(h, residual), r, experts_NK
 
 
 def norm(layer, residual):
@@ -304,12 +209,6 @@ def norm(layer, residual):
     return F.rms_norm(residual, layer.normalized_shape, layer.weight.float(), layer.eps).to(
         compute_dtype(layer.weight)
     )
-
-
-def compute_dtype(weight):
-    """The dtype that products with this weight run in: its own, or autocast's."""
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 class ZAYA(nn.Module):
@@ -326,6 +225,7 @@ class ZAYA(nn.Module):
         self.norm = nn.RMSNorm(D, config.norm_eps)
         # activation checkpointing: drop each block's activations, compute them again in backward
         self.recompute = False
+        self.compiled = None        # Block.forward, compiled; see compile_blocks
         self.init_weights()
 
     @torch.no_grad()
@@ -362,29 +262,31 @@ class ZAYA(nn.Module):
         residual = (residual + self.input_hidden_states_bias) * self.input_hidden_states_scale
         r = None
         for i, block in enumerate(self.blocks):
-            residual, r, load = self.run_block(block, residual, r, context,
-                                               cache.blocks[i] if cache else None)
+            residual, r, experts_NK = self.run_block(block, residual, r, context,
+                                                     cache.blocks[i] if cache else None)
             if self.training and torch.is_grad_enabled():
                 # here and not inside the block: a recomputed block must not count twice
-                block.mlp.gate.load += load
+                block.mlp.gate.load += count(experts_NK, self.config.num_classes, context.keep)
         if cache:
             cache.advance(tokens.shape[1])
         return norm(self.norm, residual)
 
     def run_block(self, block, *args):
+        forward = self.compiled if self.compiled and torch.is_grad_enabled() else Block.__call__
         if self.recompute and torch.is_grad_enabled():
-            return torch.utils.checkpoint.checkpoint(block, *args, use_reentrant=False)
-        return block(*args)
+            return torch.utils.checkpoint.checkpoint(forward, block, *args, use_reentrant=False)
+        return forward(block, *args)
 
-    def compile_blocks(self):
-        """torch.compile for what lies between the experts, in training forwards: many small element-wise
-        operations become a few. Expert products stay outside: their row counts are data. The first step then
-        takes some seconds longer."""
-        for block in self.blocks:
-            block.compiled = torch.compile(Block.attend_and_route, dynamic=False)
-            block.post_mlp_residual_scale.compile(dynamic=False)
-            if self.norm.weight.device.type == "cpu":
-                block.mlp.experts.activation = torch.compile(kernels_hip.swiglu_ref, dynamic=False)
+    def compile_blocks(self, compiled=True):
+        """torch.compile for training forwards (compiled=False: no longer). A block becomes one graph, and its
+        many small element-wise operations a few; HIP kernels split it in three. The first step at each shape
+        takes half a minute where nothing is cached."""
+        self.compiled = None
+        if compiled:
+            from torch import _dynamo                   # here: it takes a second to load
+            _dynamo.config.optimize_ddp = False         # DDP would cut graphs at its buckets, and cannot
+            kernels_hip.status()                        # finds the kernels now: that cannot be traced
+            self.compiled = torch.compile(Block.forward, dynamic=False)
 
     def logits(self, h):
         """Tied head: h (..., D) -> (..., V) float32."""

@@ -30,7 +30,7 @@ from model import ZAYA, ZAYAConfig
 from router import Balancer
 
 aten = torch.ops.aten
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "grouped_product")
 ALIASES = ("_unsafe_view", "_reshape_alias", "lift_fresh", "promote_types")     # no work, though no views
 
 
@@ -49,7 +49,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Operation:
-    """One call; args and kwargs hold Specs for tensors. name: as in aten; dims: see product_dims."""
+    """One call; args and kwargs hold Specs for tensors. name: as in aten, or our own; dims: see product_dims."""
     function: object
     name: str
     signature: str
@@ -91,12 +91,9 @@ class Recorder(TorchDispatchMode):
 
 
 def stand_in(function, args, kwargs):
-    """The fake result; a tensor of its shape where the fake version asks for data or refuses float32."""
+    """The fake result; a tensor of its shape where the fake version asks for data."""
     if function is aten.bincount.default:
         return args[0].new_empty(kwargs.get("minlength", args[-1]))
-    if function is aten._grouped_mm.default:
-        a, b, offsets = args[0], args[1], kwargs["offs"] if "offs" in kwargs else args[2]
-        return a.new_empty((len(a), b.shape[-1]) if b.dim() == 3 else (len(offsets), len(a), b.shape[1]))
     return function(*args, **kwargs)
 
 
@@ -125,7 +122,7 @@ def product_dims(name, shapes):
     if name not in PRODUCTS:
         return ()
     a, b = shapes[1:3] if name in ("addmm", "baddbmm") else shapes[:2]
-    if name == "_grouped_mm":       # rows of a, or its columns (product by weight), are dealt out to experts
+    if name == "grouped_product":       # rows of a, or its columns (product by weight), are dealt out to experts
         return (1, a[0], b[-1], a[1])
     return (a[0] if len(a) == 3 else 1, a[-2], b[-1], a[-1])
 

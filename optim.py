@@ -16,13 +16,14 @@ temperatures. Nothing one-dimensional is decayed.
 Papers: ZAYA1, arXiv 2511.17127 (its first version prints the two lists of parameters swapped).
 
 With several ranks every matrix has one owner, which alone keeps its momentum and runs (2); the results are
-gathered. That is ZeRO-1 for the Muon part. Owners are fixed by the order of names, so a checkpoint can be
+gathered, in the dtype that (2) computed in. That is ZeRO-1 for the Muon part. Owners are fixed by the order of names, so a checkpoint can be
 read on another number of ranks.
 
 Glossary: newton_schulz (2), Muon.step (1) and (3). Not published: AdamW's betas and warm-up; the defaults
 here are ours.
 """
 
+import itertools
 import math
 
 import torch
@@ -32,8 +33,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def newton_schulz(U, steps=5, dtype=torch.float32):
-    """Equation (2) for a batch of matrices U (M, m, n): the same shape, float32, singular values between
-    about 0.7 and 1.2."""
+    """Equation (2) for a batch of matrices U (M, m, n): the same shape, computed and returned in dtype,
+    singular values between about 0.7 and 1.2."""
     a, b, c = COEFFICIENTS
     X = U / U.norm(dim=(1, 2), keepdim=True).clamp(min=1e-30)
     X = X.to(dtype)
@@ -44,7 +45,7 @@ def newton_schulz(U, steps=5, dtype=torch.float32):
         A = X @ X.transpose(1, 2)
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)
         X = torch.baddbmm(X, B, X, beta=a)
-    return (X.transpose(1, 2) if tall else X).float()
+    return X.transpose(1, 2) if tall else X
 
 
 def fast_dtype(device):
@@ -83,10 +84,10 @@ class Muon(torch.optim.Optimizer):
         group = self.param_groups[0]
         for batch in self.batches:
             update = batch.own_update(group["momentum"], group["ns_steps"])
-            update = gather(update, self.world)[:batch.total]
+            update = gather(update, self.world)[:batch.total].float()   # in Newton-Schulz's dtype till here
             rows, cols = update.shape[1:]
             scale = group["lr"] * 0.2 * math.sqrt(max(rows, cols))
-            parts = update.split([p.numel() // (rows * cols) for p in batch.parameters])
+            parts = update.split(batch.sizes)
             torch._foreach_mul_(batch.parameters, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(batch.parameters, [u.view_as(p) for u, p in zip(parts, batch.parameters)],
                                 alpha=-scale)
@@ -104,25 +105,26 @@ class Batch:
     def __init__(self, named, rank, world):
         self.parameters = [p for _, p in named]
         rows, cols = self.parameters[0].shape[-2:]
-        names = [
-            f"{name}.{i}" if p.dim() == 3 else name
-            for name, p in named
-            for i in range(p.numel() // (rows * cols))
-        ]
+        self.sizes = [p.numel() // (rows * cols) for p in self.parameters]      # matrices in each parameter
+        names = [f"{name}.{i}" if p.dim() == 3 else name
+                 for (name, p), size in zip(named, self.sizes) for i in range(size)]
         self.total = len(names)
         self.share = math.ceil(self.total / world)  # the last rank's part may be shorter: gather pads it
         self.own = slice(rank * self.share, min((rank + 1) * self.share, self.total))
+        starts = itertools.accumulate(self.sizes, initial=0)
+        self.own_of_each = [slice(max(self.own.start - start, 0), max(self.own.stop - start, 0))
+                            for start in starts][:-1]
         self.own_names = names[self.own]
         self.momentum = self.parameters[0].new_zeros(len(self.own_names), rows, cols, dtype=torch.float32)
 
     def own_update(self, momentum, ns_steps):
-        """Equations (1) and (2) for the owned matrices: (share, m, n) float32, zeros where the share is
-        short."""
+        """Equations (1) and (2) for the owned matrices: (share, m, n), zeros where the share is short."""
         rows, cols = self.momentum.shape[1:]
-        G = torch.cat([p.grad.reshape(-1, rows, cols) for p in self.parameters])[self.own].float()
+        G = torch.cat([p.grad.reshape(-1, rows, cols)[own]
+                       for p, own in zip(self.parameters, self.own_of_each)]).float()
         self.momentum.mul_(momentum).add_(G)
         U = G.add_(self.momentum, alpha=momentum)
-        X = newton_schulz(U, ns_steps, fast_dtype(U.device)) if len(U) else U
+        X = newton_schulz(U, ns_steps, fast_dtype(U.device))
         return torch.cat([X, X.new_zeros(self.share - len(X), rows, cols)]) if len(X) < self.share else X
 
 

@@ -5,7 +5,7 @@
     open_sources     the text or token shards of --data, and one stream of samples for each phase
     pick_device      device and compute type, by the flags and what the machine has
     build_model      the same initial weights on every rank, from the seed or from --init
-    resolve_compile  whether torch.compile works here and pays
+    resolve_compile  whether torch.compile works here, and for which contexts it pays
 
 Whatever cannot be trained ends in a ValueError of one line that says what is wrong and what to do.
 Run: `python prepare.py`.
@@ -15,6 +15,7 @@ import ctypes
 import dataclasses
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -122,18 +123,28 @@ def keep_freed_memory():
         libc.mallopt(-3, 2**31 - 1)         # M_MMAP_THRESHOLD
 
 
-def resolve_compile(cfg, steps):
-    """Whether to compile, and why; tried on a small function first, since a compiler may be there and not
-    work."""
-    if cfg.compile == "off" or (cfg.compile == "auto" and steps < 200):
-        return False, "off" if cfg.compile == "off" else "off (the run is short)"
+EARNS = 300     # steps at one context length from which compiling for it (half a minute, if new) comes back
+
+
+def resolve_compile(cfg, phases):
+    """Context lengths to compile for, and what became of the wish in words. The whole plan decides, not what
+    is left of it: a run that goes on computes like the undisturbed one. Tried on a small function first,
+    since a compiler may be there and not work."""
+    steps = Counter()
+    for _, count, p in phases:
+        steps[p.seq_len] += count
+    lengths = {T for T, count in steps.items() if cfg.compile == "on" or count >= EARNS}
+    if cfg.compile == "off" or not lengths:
+        return set(), "off" if cfg.compile == "off" else "off (the run is short)"
+    # Or torch compiles a program a vector instruction set to ask for it; the trial compiles with the same flags.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     try:
-        torch.compile(lambda x: x.sin() + 1)(torch.ones(3))
-        return True, "on"
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(64))
+        return lengths, "on" + f" for context {', '.join(map(str, sorted(lengths)))}" * (lengths < set(steps))
     except Exception as error:  # whatever the compiler's trouble is: a run without it gives the same numbers
         reason = f"no working compiler: {str(error).strip().splitlines()[0][:80]}"
         require(cfg.compile == "auto", f"--compile on: {reason}")
-        return False, f"off ({reason})"
+        return set(), f"off ({reason})"
 
 
 # -------------------------------------------------------------------------------- the model
@@ -177,7 +188,7 @@ def demonstrate():
     device, dtype = pick_device(cfg, 0)
     cfg.model = complete(cfg, phases, dataset.tokenizer)
     print(f"{dataset.name}: a stream of {len(streams[0]):,} tokens for each of {len(phases)} phases")
-    print(f"{device}, {dtype}, compile {resolve_compile(cfg, sum(steps for _, steps, _ in phases))[1]}")
+    print(f"{device}, {dtype}, compile {resolve_compile(cfg, phases)[1]}")
     model = build_model(cfg, device)
     print(f"{model.num_parameters():,} parameters; the same on every rank: their sum is "
           f"{sum(p.double().sum().item() for p in model.parameters()):.6f}")

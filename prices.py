@@ -53,8 +53,8 @@ def real(spec, device):
 def time_operation(op, device="cpu"):
     """Seconds of one call of this operation on real tensors."""
     args, kwargs = tree_map(lambda x: real(x, device) if isinstance(x, Spec) else x, (op.args, op.kwargs))
-    if op.name == "_grouped_mm":            # tokens spread evenly over the experts
-        offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
+    if op.name == "grouped_product":        # tokens spread evenly over the experts
+        offsets = args[2]
         rows = args[0].shape[0] if args[1].dim() == 3 else args[0].shape[1]
         offsets.copy_(torch.arange(1, len(offsets) + 1) * rows // len(offsets))
     return seconds(lambda: KEPT.keep(op.function(*args, **kwargs)), device)

@@ -71,8 +71,8 @@ SHEET = [
      "momentum; AdamW's two moments"),
     ("optimizer_state", "B", "4 * own_matrices + 8 * vectors if muon else 8 * total",
      "momentum shared out over the ranks"),
-    ("optimizer_scratch", "B", "muon * (8 * largest if n > 1 else 20 * largest)",
-     "largest group of equal matrices: joined gradients and gathered updates, or Newton-Schulz's copies"),
+    ("optimizer_scratch", "B", "muon * ((6 + 24 / n) * largest if n > 1 else 20 * largest)",
+     "largest group of equal matrices: owned gradients, Newton-Schulz's copies, all updates in two types"),
     ("a_block", "B/token",
      "(32 + 4 * c) * D + (c * (taps + 1) + 8) * (H + G) * K + c * (2 * H + G) * K + 4 * c * F"
      " + (5 * c + 8) * R + 4 * (2 * H + G + C) + 48", "activations that one block keeps for backward"),
@@ -91,7 +91,7 @@ SHEET = [
 
     "Links, one step",
     ("reduced", "B", "4 * total * (n > 1)", "gradients that are all-reduced, float32"),
-    ("gathered", "B", "4 * matrices * (n > 1) * muon", "Muon's updates, from their owners to all"),
+    ("gathered", "B", "2 * matrices * (n > 1) * muon", "Muon's updates, bfloat16, from owners to all"),
     ("inside", "B/s", "link * ((g - 1) if mesh else 1) if g > 1 else inf",
      "of a GPU to the others of its node"),
     ("between", "B/s", "nic", "of a GPU on its rail"),

@@ -121,9 +121,7 @@ class Run:
         if rank == 0:
             self.describe_itself()
         self.log = Log(self.out, rank, describe(cfg, self.device), self.progress["step"])
-        compiled, why = resolve_compile(cfg, self.steps - self.progress["step"])
-        if compiled:
-            self.model.compile_blocks()
+        self.compiled, why = resolve_compile(cfg, self.phases)
         self.ddp = self.model
         if world > 1:
             ids = [local_rank] if self.device.type == "cuda" else None
@@ -285,6 +283,7 @@ class Run:
             self.progress["guard"].update(loss=[], norm=[])     # another context has another loss
         if step == first or announce:
             self.model.config.rope_theta = p.rope_theta
+            self.model.compile_blocks(p.seq_len in self.compiled)
             self.log.event("phase", step=step, name=p.name, seq_len=p.seq_len, rope_theta=p.rope_theta)
             self.log.say(f"phase   {p.name}: context {p.seq_len}, RoPE base {p.rope_theta:g}, "
                          f"to step {first + steps}")

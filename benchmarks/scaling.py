@@ -66,12 +66,14 @@ def launch(folder, ranks, threads, steps, save_every=0):
 
 
 def sizes():
-    """Bytes of all gradients and of the matrices that Muon steps, in the laptop preset."""
+    """Bytes of all gradients and of the updates that Muon makes, in the laptop preset."""
+    import torch
+
     import optim
     from model import ZAYA, ZAYAConfig
     model = ZAYA(ZAYAConfig.preset("laptop"))
     muon = sum(p.numel() for _, p in optim.groups(model)["muon"])
-    return 4 * model.num_parameters(), 4 * muon
+    return 4 * model.num_parameters(), optim.fast_dtype(torch.device("cpu")).itemsize * muon
 
 
 def ranks(folder, rounds=2):

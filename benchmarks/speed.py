@@ -108,31 +108,30 @@ def compare_decode(ours, theirs, rounds, new=64):
 
 
 def compare_moe(model, tokens, rounds):
-    """The MoE sublayer as a training step runs it (router compiled, experts not) against the router's
-    matrices and one expert's, on the same number of tokens."""
+    """The MoE sublayer, compiled as a training step has it, against the router's matrices and one expert's,
+    on the same number of tokens."""
     c, moe = model.config, model.blocks[1].mlp
     D, R, F_ = c.hidden_size, c.router_hidden_size, c.expert_hidden_size
-    x_ND, up_ND = torch.randn(tokens, D, requires_grad=True), torch.randn(tokens, D)
-    r_NR, gate = torch.randn(tokens, R), torch.compile(moe.gate, dynamic=False)
+    x_1ND, up_1ND = torch.randn(1, tokens, D, requires_grad=True), torch.randn(1, tokens, D)
+    r_NR, compiled = torch.randn(tokens, R), torch.compile(moe, dynamic=False)
     shapes = [(D, R), (R, R), (R, R), (R, c.num_classes), (D, 2 * F_), (F_, D)]
     pairs = [(torch.randn(tokens, i, requires_grad=True), torch.randn(i, o, requires_grad=True))
              for i, o in shapes]
 
     def sublayer():
-        p_NK, experts_NK, _ = gate(x_ND, r_NR)
-        y_ND = moe.visit(x_ND, p_NK, experts_NK)
-        y_ND.backward(up_ND)
-        return y_ND
+        y_1ND = compiled(x_1ND, r_NR)[0]
+        y_1ND.backward(up_1ND)
+        return y_1ND
 
     def products():
         for a, w in pairs:
             y = a @ w
             y.backward(torch.ones_like(y))
     with torch.no_grad():
-        one_by_one = moe.gate(x_ND, r_NR)
+        p_NK, experts_NK, _ = moe.gate(x_1ND[0], r_NR)
         slow = torch.stack([p * (moe.experts.single(x, e) if e < c.num_experts else x)
-                            for x, p, e in zip(x_ND, one_by_one[0][:, 0], one_by_one[1][:, 0].tolist())])
-    must_agree("MoE, token by token", sublayer().detach(), slow, 1e-4)
+                            for x, p, e in zip(x_1ND[0], p_NK[:, 0], experts_NK[:, 0].tolist())])
+    must_agree("MoE, token by token", sublayer().detach()[0], slow, 1e-4)
     seconds = take_turns({"MoE sublayer": sublayer, "dense products": products}, rounds * 4)
     report(f"moe, {tokens:,} tokens", {name: f"{s * 1e3:.1f} ms" for name, s in seconds.items()}, seconds,
            "dense products")

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import model as model_file
 from conftest import assert_close
-from model import ZAYA, ZAYAConfig, cross_entropy, grouped_linear, tree, work_by_module
+from model import ZAYA, ZAYAConfig, cross_entropy, tree, work_by_module
 
 
 @pytest.mark.parametrize("preset, total, no_embedding, active", [
@@ -106,35 +105,6 @@ def test_two_runs_are_bitwise_equal(ids):
         return model.state_dict()
     first, second = run(), run()
     assert all(torch.equal(first[k], second[k]) for k in first)
-
-
-def test_idle_experts_have_exactly_zero_gradient_and_busy_ones_move(make, ids):
-    model = make(num_blocks=1, num_experts=6)
-    model.blocks[0].mlp.gate.balancing_biases[torch.tensor([0, 3, 5])] = -5.0       # first, middle, last
-    model.train()(ids(2, 15), ids(2, 15, seed=1))[1].backward()
-    experts, load = model.blocks[0].mlp.experts, model.blocks[0].mlp.gate.load
-    before = experts.gate_up_proj.detach().clone()
-    torch.optim.SGD(model.parameters(), 1.0).step()
-    for e in range(6):
-        grad, moved = experts.gate_up_proj.grad[e], not torch.equal(before[e], experts.gate_up_proj[e])
-        assert bool(grad.any()) == bool(load[e] > 0) == moved, f"expert {e} had {load[e]} tokens"
-    assert (load[[0, 3, 5]] == 0).all() and load.sum() == 30
-
-
-@pytest.mark.parametrize("counts", [(3, 0, 5, 1), (0, 0, 9, 0), (0, 4, 4, 0), (0, 0, 0, 0)])
-def test_grouped_product_equals_the_loop(counts, monkeypatch):
-    g = torch.Generator().manual_seed(0)
-    x, w = torch.randn(11, 8, generator=g), torch.randn(4, 12, 8, generator=g)
-    offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
-    used, results = offsets[-1], []
-    for works in (True, False):
-        monkeypatch.setattr(model_file, "grouped_mm_works", lambda *_: works)
-        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
-        y = grouped_linear(a, b, offsets)[:used]
-        y.square().sum().backward() if used else None
-        results.append((y, a.grad[:used] if used else y, b.grad if used else y))
-    for name, fast, slow in zip(("y", "gradient of x", "gradient of the weights"), *results):
-        assert torch.allclose(fast, slow, atol=1e-5), name
 
 
 def test_no_tokens_at_all(make):

@@ -16,6 +16,7 @@ import torch
 import checkpoint
 import config
 import log
+import prepare
 import recipe
 import train
 from conftest import ROOT, assert_close
@@ -99,7 +100,7 @@ train.main(sys.argv[1:])
         command + flags(**{**SMALL, "data": text, "out": out, **changes}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return done
@@ -215,6 +216,28 @@ def test_several_sources_are_mixed_as_the_phase_says(text, tmp_path, monkeypatch
     assert digits == 250, "a quarter of every thousand samples"
     with pytest.raises(ValueError, match="names no digits"):
         go(text, "other", data=f"words={text},letters={text}", tokens=None, seq_len=None, batch_tokens=None)
+
+
+@pytest.mark.parametrize("changes, lengths, words", [
+    (dict(), {128}, "on for context 128"), (dict(compile="on"), {128, 256}, "on"),
+    (dict(tokens=1e5), set(), "off (the run is short)"), (dict(compile="off"), set(), "off"),
+    (dict(tokens=1e8), {128, 256}, "on")])
+def test_blocks_are_compiled_for_contexts_that_last(changes, lengths, words, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    cfg = TrainConfig(**changes)
+    assert prepare.resolve_compile(cfg, plan(cfg)) == (lengths, words)
+
+
+def test_a_run_that_goes_on_compiles_what_the_undisturbed_one_did(text, monkeypatch):
+    """Compiled blocks round differently: what is left of the plan must not decide."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(prepare, "EARNS", 9)
+    go(text, "run", compile="auto", stop_after=8)
+    run = train.Run(TrainConfig(**{**SMALL, "data": text, "out": "run", "compile": "auto", "resume": "auto"}),
+                    0, 1, 0)
+    assert run.progress["step"] == 8
+    run.enter_phase(8, announce=True)
+    assert run.compiled and run.model.compiled
 
 
 def test_not_finite_gradient_changes_nothing(text, monkeypatch):
@@ -525,6 +548,14 @@ train.main(args)
 
 
 @pytest.mark.slow
+def test_two_ranks_with_compiled_and_recomputed_blocks_make_the_same_step(text):
+    for name, flag in (("plain", {}), ("compiled", dict(compile="on", recompute=True))):
+        torchrun(text, name, tokens=2 * 256, **flag)
+    for key, value in weights("plain").items():
+        assert_close(weights("compiled")[key], value, 1e-3, key)
+
+
+@pytest.mark.slow
 def test_ranks_stay_equal_when_one_sends_all_its_tokens_to_one_expert(text):
     program = Path("skewed.py")
     program.write_text(RANKS + """import router
@@ -614,7 +645,7 @@ train.main(sys.argv[1:])
         capture_output=True,
         text=True,
         # pytorch issue 135712
-        timeout=120,
+        timeout=300,
         env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )
     assert done.returncode == 0, done.stderr[-6000:]
