@@ -82,9 +82,12 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         group = self.param_groups[0]
-        for batch in self.batches:
-            update = batch.own_update(group["momentum"], group["ns_steps"])
-            update = gather(update, self.world)[:batch.total].float()   # in Newton-Schulz's dtype till here
+        # While a batch's updates travel the next are computed.
+        gathered = [gather(batch.own_update(group["momentum"], group["ns_steps"]), self.world)
+                    for batch in self.batches]
+        for batch, (update, arrived) in zip(self.batches, gathered):
+            arrived()
+            update = update[:batch.total].float()       # till here in Newton-Schulz's dtype
             rows, cols = update.shape[1:]
             scale = group["lr"] * 0.2 * math.sqrt(max(rows, cols))
             parts = update.split(batch.sizes)
@@ -129,12 +132,12 @@ class Batch:
 
 
 def gather(part, world):
-    """Parts of equal shape from all ranks, joined along the first dimension."""
+    """Parts of equal shape from all ranks, joined along the first dimension, and a function that waits for
+    them."""
     if world == 1:
-        return part
+        return part, lambda: None
     whole = part.new_empty(world * part.shape[0], *part.shape[1:])
-    dist.all_gather_into_tensor(whole, part.contiguous())
-    return whole
+    return whole, dist.all_gather_into_tensor(whole, part.contiguous(), async_op=True).wait
 
 
 def groups(model):

@@ -71,8 +71,8 @@ SHEET = [
      "momentum; AdamW's two moments"),
     ("optimizer_state", "B", "4 * own_matrices + 8 * vectors if muon else 8 * total",
      "momentum shared out over the ranks"),
-    ("optimizer_scratch", "B", "muon * ((6 + 24 / n) * largest if n > 1 else 20 * largest)",
-     "largest group of equal matrices: owned gradients, Newton-Schulz's copies, all updates in two types"),
+    ("optimizer_scratch", "B", "muon * (2 * matrices + (4 + 24 / n) * largest if n > 1 else 20 * largest)",
+     "all updates in bfloat16; of the largest group of equal matrices float32 and Newton-Schulz's copies"),
     ("a_block", "B/token",
      "(32 + 4 * c) * D + (c * (taps + 1) + 8) * (H + G) * K + c * (2 * H + G) * K + 4 * c * F"
      " + (5 * c + 8) * R + 4 * (2 * H + G + C) + 48", "activations that one block keeps for backward"),
