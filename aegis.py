@@ -540,12 +540,8 @@ def report(run):
 def draw(run):
     """The time line as RUN/aegis.png: steps against time, what the run was at, what was found. Needs
     matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("the picture needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from plot import pyplot         # here: the watcher itself draws nothing
+    plt = pyplot()
     events = sorted(read_events(run), key=lambda e: e["time"])
     figure, axis = plt.subplots(figsize=(11, 4.5), layout="constrained", facecolor="white")
     colors = {"training": "white", "starting": "tab:olive", "down": "tab:red", "over": "tab:gray"}

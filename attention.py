@@ -235,9 +235,8 @@ class CCA(nn.Module):
 
 class BlockState:
     """Decoding state of one block: keys and values (B, G, max_len, K), the last taps - 1 columns of z before
-    the convolutions
-    (B, taps - 1, C), and the last token's W_v2 projection (B, 1, G K / 2): the projection, not the hidden
-    state."""
+    the convolutions (B, taps - 1, C), and the last token's W_v2 projection (B, 1, G K / 2): the projection,
+    not the hidden state."""
 
     def __init__(self, attention, batch_size, max_len):
         self.folded = tuple(w if w is None else w.detach() for w in attention.folded())

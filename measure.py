@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from experts import grouped_linear
 from model import ZAYAConfig
+from plot import pyplot
 from prices import measure_operations, overhead, seconds
 
 
@@ -149,16 +150,6 @@ def table(found):
 
 
 # ------------------------------------------------------------------------------------------------ pictures
-
-def pyplot():
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("pictures need matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    return plt
-
 
 def draw_products(found, file):
     """Heat maps of the product rate over M and N, a row for each K: forward and the two backward products."""

@@ -121,14 +121,20 @@ TITLES = {
     "scale": "mean residual scales (dotted: sublayer)", "heat": "load of every class (skip class last)"}
 
 
-def draw(runs, out):
-    """One picture of these run folders, written to out (.png or .svg)."""
+def pyplot():
+    """matplotlib.pyplot, drawing to files. ValueError where matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
         raise ValueError("pictures need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    return plt
+
+
+def draw(runs, out):
+    """One picture of these run folders, written to out (.png or .svg)."""
+    plt = pyplot()
     read_runs = [(Path(run).name, read(run)[1]) for run in runs]
     names = list(TITLES) if len(runs) == 1 else list(TITLES)[:6]
     figure, axes = plt.subplots(len(names) // 3, 3, figsize=(14, 3.4 * len(names) // 3), layout="constrained",
@@ -166,7 +172,9 @@ def main(argv):
     parser.add_argument("runs", nargs="+", help="folders of runs")
     parser.add_argument("--out", help="file to write, .png or .svg (default: plot.png in the first run)")
     args = parser.parse_args(argv)
-    out = args.out or str(Path(args.runs[0]) / "plot.png")
+    out = Path(args.out or Path(args.runs[0]) / "plot.png")
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a folder: name a file in it, .png or .svg")
     draw(args.runs, out)
     print(f"wrote {out}")
 

@@ -36,6 +36,7 @@ from pathlib import Path
 import numpy as np
 
 from model import require
+from plot import pyplot
 
 GPUS = (1, 8, 64, 256, 1024, 4096, 16_384, 65_536, 100_000)
 
@@ -173,7 +174,6 @@ def table(rows):
 
 def draw(job, rows, file):
     """Goodput and efficiency over GPUs; goodput over the checkpoint interval at three sizes."""
-    from measure import pyplot
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     gpus = [r["gpus"] for r in rows]

@@ -24,6 +24,7 @@ import torch
 
 import config
 from model import require
+from plot import pyplot
 from speaker import open_run
 
 KINDS = ("keyword", "name", "number", "punctuation", "space", "other")
@@ -104,12 +105,7 @@ def table(counts, ratio, num_experts):
 
 
 def picture(ratio, num_experts, title, out):
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("pictures need matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     figure, axis = plt.subplots(figsize=(7, 0.4 * len(ratio) + 1.5), layout="constrained", facecolor="white")
     image = axis.imshow(ratio, cmap="cividis", vmin=0, vmax=3, aspect="auto")
     axis.set_xticks(range(len(KINDS)), KINDS)

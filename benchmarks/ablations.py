@@ -40,8 +40,9 @@ import data  # noqa: E402
 import optim  # noqa: E402
 from benchmarks import quality  # noqa: E402
 from model import ZAYA, ZAYAConfig, require  # noqa: E402
-from router import Balancer, balance_health  # noqa: E402
+from plot import pyplot  # noqa: E402
 from prepare import keep_freed_memory  # noqa: E402
+from router import Balancer, balance_health  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "ablations.json"
 PICTURE = Path(__file__).parent.parent / "docs" / "ablations.png"
@@ -298,12 +299,7 @@ def evenness(own):
 
 def plot():
     """docs/ablations.png: each seed a dot, the mean a bar with its spread."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("pictures need matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     results = load()
     names = [name for name in COMPARED if rows(results, name)]
     figure, axis = plt.subplots(figsize=(9, 6.5), layout="constrained", facecolor="white")

@@ -1,8 +1,7 @@
 """ZAYA1's laptop preset against dense GPTs of equal active parameters: loss for tokens, loss for time.
 
     python benchmarks/quality.py run [KIND]   trains every model (or one: zaya, gpt, modern) at every learning
-                                              rate; takes up
-                                              where it stopped
+                                              rate; takes up where it stopped
     python benchmarks/quality.py time         the step time of each, side by side in one process
     python benchmarks/quality.py table        the table in the README, from the results of the two
 

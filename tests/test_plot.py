@@ -83,3 +83,8 @@ def test_half_a_row_is_left_out_and_a_damaged_log_is_named(run):
 def test_folder_without_a_log_is_refused(tmp_path):
     with pytest.raises(ValueError, match="log.csv"):
         plot.main([str(tmp_path)])
+
+
+def test_a_folder_is_no_picture(run, tmp_path):
+    with pytest.raises(ValueError, match="is a folder: name a file in it"):
+        plot.main([str(run), "--out", str(tmp_path)])

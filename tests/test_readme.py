@@ -17,9 +17,10 @@ def tables():
     """{marker: the Markdown between <!-- marker --> and <!-- /marker -->}, from the benchmarks' own
     results."""
     sys.path.insert(0, str(ROOT))
-    from benchmarks import ablations, faults, kernels, kills, quality, speed
+    from benchmarks import ablations, faults, kernels, kills, quality, scaling, speed
     return {"ablations": ablations.table(), "bytes": kernels.table(), "faults": faults.table(),
-            "kills": kills.table(), "quality": quality.table(), "speed": speed.table()}
+            "kills": kills.table(), "quality": quality.table(), "scaling": scaling.table(),
+            "speed": speed.table()}
 
 
 def block(marker):
