@@ -106,11 +106,11 @@ def draw_loads(axis, figure, columns):
 def draw_blocks(axis, columns, wanted):
     """One curve a block and column, the blocks with their own markers. wanted: {column: line style}."""
     millions = np.array(columns["tokens"]) / 1e6
-    for i, (column, style) in enumerate(wanted.items()):
+    for column, style in wanted.items():
         values = by_block(columns.get(column, [""]))
         for b in range(0 if values is None else values.shape[1]):
             axis.plot(millions, values[:, b].mean(-1), style, color=f"C{b % 10}",
-                      label=None if i else f"block {b}", marker=MARKERS[b % len(MARKERS)],
+                      label=f"block {b}" if column == "residual_rms" else None, marker=MARKERS[b % len(MARKERS)],
                       markevery=max(1, len(millions) // 8), markersize=4)
 
 
@@ -118,7 +118,7 @@ TITLES = {
     "loss": "loss against tokens", "time": "loss against time", "rate": "learning rate and phases",
     "max": "busiest expert over the mean, worst block", "step": "step time",
     "entropy": "entropy of the experts' shares (1 is even)", "rms": "RMS of the residual stream",
-    "scale": "mean residual scales (dotted: sublayer)", "heat": "load of every class (skip class last)"}
+    "scale": "mean residual scales (dotted: sublayer; blocks as left)", "heat": "load of every class (skip class last)"}
 
 
 def pyplot():
