@@ -208,7 +208,7 @@ class CCA(nn.Module):
         # eps keeps 0 at 0.
         qk = F.rms_norm(qk.float(), (K,), eps=1e-12)
         scale = torch.cat([self.temp.new_ones(H), self.temp]).float()
-        qk = rotate(qk * scale[:, None, None], *context.rope[self.sliding]).to(z.dtype)
+        qk = rotate(qk * scale[:, None, None], *context.rope[int(self.sliding)]).to(z.dtype)
 
         v_prev = v_next
         if self.value_shift:

@@ -1,6 +1,7 @@
 """Sizes, loss, precision, determinism, experts, compilation and refusals of the whole model."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -141,6 +142,20 @@ def test_recomputation_changes_no_gradient(make, ids):
         model(ids(2, 9), ids(2, 9, seed=1))[1].backward()
         grads.append({name: p.grad for name, p in model.named_parameters()})
     assert all(torch.equal(grads[0][k], grads[1][k]) for k in grads[0])
+
+
+@pytest.mark.slow
+def test_every_block_is_one_graph_at_each_of_many_shapes(make, ids, monkeypatch):
+    """First blocks, windowed and other ones at four lengths: beyond a limit a compiler would quietly give up."""
+    from torch._dynamo.utils import counters
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
+    torch._dynamo.reset()
+    counters.clear()
+    model = make(num_blocks=3, sliding_window=5).train()
+    for n in range(1, 5):
+        model.compile_blocks()
+        model(ids(2, 8 + n), ids(2, 8 + n, seed=1))[1].backward()
+        assert counters["stats"]["unique_graphs"] == 3 * n
 
 
 @pytest.mark.slow
