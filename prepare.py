@@ -4,6 +4,7 @@
     saved_config     with --resume: what it was started with, as defaults of the flags
     open_sources     the text or token shards of --data, and one stream of samples for each phase
     pick_device      device and compute type, by the flags and what the machine has
+    check_memory     whether the model can fit at all
     build_model      the same initial weights on every rank, from the seed or from --init
     resolve_compile  whether torch.compile works here, and for which contexts it pays
 
@@ -140,7 +141,8 @@ def resolve_compile(cfg, phases):
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(64))
-        return lengths, "on" + f" for context {', '.join(map(str, sorted(lengths)))}" * (lengths < set(steps))
+        where = f" for context {', '.join(map(str, sorted(lengths)))}" * (lengths < set(steps))
+        return lengths, f"on{where}, up to a minute at its first step"
     except Exception as error:  # whatever the compiler's trouble is: a run without it gives the same numbers
         reason = f"no working compiler: {str(error).strip().splitlines()[0][:80]}"
         require(cfg.compile == "auto", f"--compile on: {reason}")
@@ -155,6 +157,17 @@ def complete(cfg, phases, tokenizer):
     return dataclasses.replace(
         cfg.model or ZAYAConfig.preset(cfg.preset), vocab_size=-(-tokenizer.vocab_size // 64) * 64,
         max_seq_len=max(p.seq_len for _, _, p in phases), rope_theta=phases[-1][2].rope_theta)
+
+
+def check_memory(config, device):
+    """Raises ValueError where weights, gradients and momentum alone are more than the memory: the system would
+    kill the process minutes later, without a word."""
+    with torch.device("meta"):
+        needed = 12 * ZAYA(config).num_parameters()
+    total = (torch.cuda.get_device_properties(device).total_memory if device.type == "cuda"
+             else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    require(needed <= total, f"weights, gradients and momentum of this model need {needed / 1e9:.0f} GB, and "
+                             f"{device} has {total / 1e9:.0f}: take a smaller --preset, or --dry-run for the plan")
 
 
 def build_model(cfg, device):

@@ -36,7 +36,7 @@ import kernels_hip
 import optim
 from log import Log, balance_columns, describe, flops_per_token, mfu, residual_columns
 from model import PRESETS, ZAYAConfig, require
-from prepare import (build_model, complete, flag, open_sources, pick_device, resolve_compile, run_folder,
+from prepare import (build_model, check_memory, complete, flag, open_sources, pick_device, resolve_compile, run_folder,
                      saved_config)
 from recipe import PUBLISHED_RANKS, TrainConfig, micro_steps, plan, print_plan
 from router import Balancer
@@ -109,6 +109,7 @@ class Run:
         self.autocast = lambda: torch.autocast(self.device.type, dtype) if half else nullcontext()
         self.dataset, self.streams = open_sources(cfg, self.phases)
         cfg.model = complete(cfg, self.phases, self.dataset.tokenizer)
+        check_memory(cfg.model, self.device)
         self.out = run_folder(cfg, rank, world)
         self.kernels = kernels_hip.select(cfg.kernels) or kernels_hip.status()
         self.model = build_model(cfg, self.device)

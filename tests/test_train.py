@@ -219,13 +219,14 @@ def test_several_sources_are_mixed_as_the_phase_says(text, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("changes, lengths, words", [
-    (dict(), {128}, "on for context 128"), (dict(compile="on"), {128, 256}, "on"),
+    (dict(), {128}, "on for context 128, "), (dict(compile="on"), {128, 256}, "on, "),
     (dict(tokens=1e5), set(), "off (the run is short)"), (dict(compile="off"), set(), "off"),
-    (dict(tokens=1e8), {128, 256}, "on")])
+    (dict(tokens=1e8), {128, 256}, "on, ")])
 def test_blocks_are_compiled_for_contexts_that_last(changes, lengths, words, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: function)
     cfg = TrainConfig(**changes)
-    assert prepare.resolve_compile(cfg, plan(cfg)) == (lengths, words)
+    found, said = prepare.resolve_compile(cfg, plan(cfg))
+    assert found == lengths and said.startswith(words)
 
 
 def test_a_run_that_goes_on_compiles_what_the_undisturbed_one_did(text, monkeypatch):
@@ -370,6 +371,12 @@ def test_bad_data_and_folders_end_in_one_line(text, tmp_path, assert_refused):
     short.write_text("ab cd ef\n" * 100)           # 855 bytes to train on, 45 to validate
     assert_refused([f"--data={short}", *small, "--seq-len=64"], "validation part of", "is 45 tokens",
                    "at least 65")
+
+
+def test_model_beyond_the_memory_is_refused_before_anything_is_made(text, assert_refused):
+    assert_refused([f"--data={text}", "--preset=zaya1_74b", "--tokenizer=bytes", "--device=cpu", "--out=run"],
+                   "need 885 GB", "cpu has", "--dry-run")
+    assert not Path("run").exists()
 
 
 def test_existing_run_is_never_overwritten(text):
