@@ -12,6 +12,7 @@ and exit status 2.
 import argparse
 import dataclasses
 import difflib
+import os
 import sys
 import typing
 
@@ -27,7 +28,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         for word in message.split():
             flag = word.split("=")[0]
-            near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.6)
             if message.startswith("unrecognized") and flag.startswith("-"):
                 meant = f", did you mean {near[0]}?" if near else ""
                 message = f"unknown flag {flag}{meant} (--help lists all)"
@@ -89,7 +90,12 @@ def converter(kind, optional):
 def run(main):
     """Call a command's main(argv). The user's mistakes end in one line and status 2, not in a traceback."""
     try:
-        sys.exit(main(sys.argv[1:]))
+        status = main(sys.argv[1:])
+        sys.stdout.flush()
+        sys.exit(status)
+    except BrokenPipeError:     # `| head` has seen enough; nothing more may be written, not even at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)           # 128 + SIGPIPE, as other programs
     except (ValueError, OSError) as error:
         print(f"{sys.argv[0].rsplit('/', 1)[-1]}: {error}", file=sys.stderr)
         sys.exit(2)

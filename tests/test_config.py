@@ -1,11 +1,14 @@
 """Dataclasses as command lines."""
 
 import dataclasses
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
 
 import config
+from conftest import ROOT
 from config import option
 from model import ZAYAConfig
 from recipe import TrainConfig
@@ -56,3 +59,11 @@ def test_every_flag_is_in_the_help_with_its_default(capsys):
         if field.metadata["help"]:
             flag, default = f"--{field.name.replace('_', '-')}", f"(default: {field.default})"
             assert flag in shown and default in shown, field.name
+
+
+@pytest.mark.parametrize("lines", [3, 100_000])     # written at the end, and in the midst
+def test_a_reader_who_has_seen_enough_is_no_error(lines):
+    code = f"import config; config.run(lambda argv: print('line\\n' * {lines}))"
+    done = subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" | true; echo ${{PIPESTATUS[0]}}'], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.stderr == "" and done.stdout.strip() in ("141", "0"), done
