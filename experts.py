@@ -149,8 +149,8 @@ def demonstrate():
     from model import ZAYAConfig
     torch.manual_seed(0)
     moe = MoE(ZAYAConfig.preset("tiny"))
-    for p in moe.parameters():
-        nn.init.normal_(p, std=0.2)
+    for name, p in moe.named_parameters():
+        nn.init.normal_(p, std=1.0 if "gate." in name else 0.2)
     moe.gate.balancing_biases[0] = -1.0         # nobody shall choose expert 0
     moe.gate.balancing_biases[-1] = 0.0         # the skip class may be chosen
     x_ND = torch.randn(16, 32)
