@@ -284,7 +284,6 @@ class ZAYA(nn.Module):
         self.compiled = None
         if compiled:
             from torch import _dynamo                   # here: it takes a second to load
-            _dynamo.config.optimize_ddp = False         # DDP would cut graphs at its buckets, and cannot
             _dynamo.config.recompile_limit = 64         # up to three kinds of blocks at each shape
             kernels_hip.status()                        # finds the kernels now: that cannot be traced
             self.compiled = torch.compile(Block.forward, dynamic=False)
