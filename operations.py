@@ -49,7 +49,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Operation:
-    """One call; args and kwargs hold Specs for tensors. name: as in aten, or our own; dims: see product_dims."""
+    """One call; args and kwargs hold Specs for tensors. name: aten's or ours; dims: see product_dims."""
     function: object
     name: str
     signature: str
@@ -122,7 +122,7 @@ def product_dims(name, shapes):
     if name not in PRODUCTS:
         return ()
     a, b = shapes[1:3] if name in ("addmm", "baddbmm") else shapes[:2]
-    if name == "grouped_product":       # rows of a, or its columns (product by weight), are dealt out to experts
+    if name == "grouped_product":   # rows of a, or its columns (product by weight), are dealt out to experts
         return (1, a[0], b[-1], a[1])
     return (a[0] if len(a) == 3 else 1, a[-2], b[-1], a[-1])
 

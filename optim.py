@@ -16,8 +16,8 @@ temperatures. Nothing one-dimensional is decayed.
 Papers: ZAYA1, arXiv 2511.17127 (its first version prints the two lists of parameters swapped).
 
 With several ranks every matrix has one owner, which alone keeps its momentum and runs (2); the results are
-gathered, in the dtype that (2) computed in. That is ZeRO-1 for the Muon part. Owners are fixed by the order of names, so a checkpoint can be
-read on another number of ranks.
+gathered, in the dtype that (2) computed in. That is ZeRO-1 for the Muon part. Owners are fixed by the order
+of names, so a checkpoint can be read on another number of ranks.
 
 Glossary: newton_schulz (2), Muon.step (1) and (3). Not published: AdamW's betas and warm-up; the defaults
 here are ours.

@@ -110,15 +110,16 @@ def draw_blocks(axis, columns, wanted):
         values = by_block(columns.get(column, [""]))
         for b in range(0 if values is None else values.shape[1]):
             axis.plot(millions, values[:, b].mean(-1), style, color=f"C{b % 10}",
-                      label=f"block {b}" if column == "residual_rms" else None, marker=MARKERS[b % len(MARKERS)],
-                      markevery=max(1, len(millions) // 8), markersize=4)
+                      label=f"block {b}" if column == "residual_rms" else None,
+                      marker=MARKERS[b % len(MARKERS)], markevery=max(1, len(millions) // 8), markersize=4)
 
 
 TITLES = {
     "loss": "loss against tokens", "time": "loss against time", "rate": "learning rate and phases",
     "max": "busiest expert over the mean, worst block", "step": "step time",
     "entropy": "entropy of the experts' shares (1 is even)", "rms": "RMS of the residual stream",
-    "scale": "mean residual scales (dotted: sublayer; blocks as left)", "heat": "load of every class (skip class last)"}
+    "scale": "mean residual scales (dotted: sublayer; blocks as left)",
+    "heat": "load of every class (skip class last)"}
 
 
 def pyplot():

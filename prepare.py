@@ -137,7 +137,7 @@ def resolve_compile(cfg, phases):
     lengths = {T for T, count in steps.items() if cfg.compile == "on" or count >= EARNS}
     if cfg.compile == "off" or not lengths:
         return set(), "off" if cfg.compile == "off" else "off (the run is short)"
-    # Or torch compiles a program a vector instruction set to ask for it; the trial compiles with the same flags.
+    # Or torch compiles a program for each vector instruction set to ask for it; the trial has the same flags.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(64))
@@ -160,14 +160,14 @@ def complete(cfg, phases, tokenizer):
 
 
 def check_memory(config, device):
-    """Raises ValueError where weights, gradients and momentum alone are more than the memory: the system would
-    kill the process minutes later, without a word."""
+    """Raises ValueError where weights, gradients and momentum alone are more than the memory: the system
+    would kill the process minutes later, without a word."""
     with torch.device("meta"):
         needed = 12 * ZAYA(config).num_parameters()
     total = (torch.cuda.get_device_properties(device).total_memory if device.type == "cuda"
              else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    require(needed <= total, f"weights, gradients and momentum of this model need {needed / 1e9:.0f} GB, and "
-                             f"{device} has {total / 1e9:.0f}: take a smaller --preset, or --dry-run for the plan")
+    require(needed <= total, f"weights, gradients and momentum of this model need {needed / 1e9:.0f} GB, "
+            f"and {device} has {total / 1e9:.0f}: take a smaller --preset, or --dry-run for the plan")
 
 
 def build_model(cfg, device):
