@@ -36,8 +36,8 @@ import kernels_hip
 import optim
 from log import Log, balance_columns, describe, flops_per_token, mfu, residual_columns
 from model import PRESETS, ZAYAConfig, require
-from prepare import (build_model, check_memory, complete, flag, open_sources, pick_device, resolve_compile, run_folder,
-                     saved_config)
+from prepare import (build_model, check_memory, complete, flag, open_sources, pick_device, resolve_compile,
+                     run_folder, saved_config)
 from recipe import PUBLISHED_RANKS, TrainConfig, micro_steps, plan, print_plan
 from router import Balancer
 from sample import generate

@@ -64,6 +64,6 @@ def test_every_flag_is_in_the_help_with_its_default(capsys):
 @pytest.mark.parametrize("lines", [3, 100_000])     # written at the end, and in the midst
 def test_a_reader_who_has_seen_enough_is_no_error(lines):
     code = f"import config; config.run(lambda argv: print('line\\n' * {lines}))"
-    done = subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" | true; echo ${{PIPESTATUS[0]}}'], cwd=ROOT,
-                          capture_output=True, text=True)
+    line = f'{sys.executable} -c "{code}" | true; echo ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
     assert done.stderr == "" and done.stdout.strip() in ("141", "0"), done

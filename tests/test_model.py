@@ -146,7 +146,7 @@ def test_recomputation_changes_no_gradient(make, ids):
 
 @pytest.mark.slow
 def test_every_block_is_one_graph_at_each_of_many_shapes(make, ids, monkeypatch):
-    """First blocks, windowed and other ones at four lengths: beyond a limit a compiler would quietly give up."""
+    """First blocks, windowed and other ones at four lengths: beyond a limit dynamo quietly gives up."""
     from torch._dynamo.utils import counters
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
     torch._dynamo.reset()

@@ -73,9 +73,10 @@ def attention(back):
 
 
 ATEN = torch.ops.aten
-# torch's counter knows neither our grouped products nor the CPU's attention; the formulas are those it uses for
-# their relatives.
-EXTRA = {torch.ops.zaya1.grouped_product: grouped, ATEN._scaled_dot_product_flash_attention_for_cpu: attention(0),
+# torch's counter knows neither our grouped products nor the CPU's attention; the formulas are those it uses
+# for their relatives.
+EXTRA = {torch.ops.zaya1.grouped_product: grouped,
+         ATEN._scaled_dot_product_flash_attention_for_cpu: attention(0),
          ATEN._scaled_dot_product_flash_attention_for_cpu_backward: attention(1)}
 
 
