@@ -177,7 +177,7 @@ def print_plan(cfg, phases, world):
         print(f"{p.name}: {p.tokens:.4g} tokens, steps {first:,} to {first + steps:,} of {p.batch_tokens:,} "
               f"tokens")
         print(f"        context {p.seq_len:,}, RoPE base {p.rope_theta:g}, lr {p.lr:g} to {p.lr_end:g}, "
-              f"a rank takes {accumulate} x {size} sequences")
+              f"a rank takes {accumulate} micro-steps of {size} sequences (--micro-tokens)")
         print(f"        mix {', '.join(f'{name} {share:g}' for name, share in p.mix.items())}")
         print("        " + memory(cfg, p, size, world))
 

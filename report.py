@@ -14,8 +14,8 @@ from sheet import SHEET, bound, figures
 
 
 def report(cfg, config, p, given):
-    """The sheet as text, with rules and the bound; formulas where cfg.explain."""
-    lines = []
+    """The verdict, then the sheet as text, with rules and the bound; formulas where cfg.explain."""
+    lines = verdict(cfg, config, p)
     for row in SHEET:
         if isinstance(row, str):
             lines.append(f"\n{row}")
@@ -36,7 +36,18 @@ def report(cfg, config, p, given):
     for good, what, value, why, change in rules(cfg, config, p):
         lines.append(f"  {'ok    ' if good else 'CHANGE'}  {what} {value}: {why}"
                      + ("" if good else f". Take {change}"))
-    return "\n".join(lines[1:])
+    return "\n".join(lines)
+
+
+def verdict(cfg, config, p):
+    """What a reader asks first, a line each: does it fit, how long, is the shape good for the card."""
+    fits = (f"fits, a GPU has {show(p['left'], 'B')} of {show(p['memory'], 'B')} left" if p["left"] >= 0
+            else f"does NOT fit, a GPU lacks {show(-p['left'], 'B')} of {show(p['used'], 'B')}")
+    change = [what.split(",")[0] for good, what, *_ in rules(cfg, config, p) if not good]
+    return [f"{show(p['total'], '')} parameters on {cfg.gpus:,} x {cfg.machine or cfg.card_name}: {fits}",
+            f"a step of {show(p['step_s'], 's')}, {show(p['tokens_per_s'], 'tokens/s')}; "
+            f"{cfg.tokens:.4g} tokens take {show(p['days'], 'days')}",
+            "sizing rules, at the end: " + (f"change {', '.join(change)}" if change else "all kept")]
 
 
 def show(value, unit):

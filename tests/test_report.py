@@ -6,7 +6,7 @@ import plan as planner
 from model import ZAYAConfig
 from plan import PlanConfig, plan
 from report import rules
-from sheet import bound, figures
+from sheet import SHEET, bound, figures
 
 
 def test_rules_pass_for_the_published_shape_and_say_what_to_change_for_others():
@@ -38,3 +38,15 @@ def test_report_of_one_gpu_names_no_link(capsys):
     planner.main(["--gpus", "1", "--batch-tokens", "4096", "--gpu", "mi250x"])
     text = capsys.readouterr().out
     assert "no limit" in text and "bound by newton_schulz_s" in text
+
+
+def test_a_plan_begins_with_its_verdict_and_has_every_heading(capsys):
+    planner.main([])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("8,840,488,784 parameters on 1,024 x MI300X: fits, a GPU has 7.8")
+    assert lines[1].endswith("1.2e+13 tokens take 7.687 days")
+    assert lines[2] == "sizing rules, at the end: all kept"
+    assert {heading for heading in SHEET if isinstance(heading, str)} <= set(lines)
+    planner.main(["--gpus", "8", "--micro-batch", "64"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "does NOT fit, a GPU lacks 1.26" in lines[0] and lines[2].endswith("change memory left")
