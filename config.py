@@ -26,13 +26,14 @@ class Parser(argparse.ArgumentParser):
     """argparse in one line: names the wrong flag, the value, and the nearest flag that exists."""
 
     def error(self, message):
-        for word in message.split():
-            flag = word.split("=")[0]
-            near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.6)
-            if message.startswith("unrecognized") and flag.startswith("-"):
-                meant = f", did you mean {near[0]}?" if near else ""
-                message = f"unknown flag {flag}{meant} (--help lists all)"
-                break
+        left = message.removeprefix("unrecognized arguments: ")
+        if left != message:
+            words = left.split(" ")          # an empty word too
+            flag = next((word.split("=")[0] for word in words if word.startswith("-")), None)
+            near = difflib.get_close_matches(flag or "", self._option_string_actions, n=1, cutoff=0.6)
+            meant = f", did you mean {near[0]}?" if near else ""
+            message = (f"unknown flag {flag}{meant}" if flag else
+                       f"{words[0]!r} belongs to no flag") + " (--help lists all)"
         self.exit(2, f"{self.prog}: {message}\n")
 
 

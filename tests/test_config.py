@@ -43,7 +43,8 @@ def test_defaults_may_be_replaced_and_flags_still_win():
 @pytest.mark.parametrize("argv, words", [
     (["--rat=1"], "did you mean --rate"), (["--rate=x"], "number"), (["--rate"], "expected one argument"),
     (["--kind=c"], "'a', 'b'"), (["--count=1.5"], "whole number"), (["--kinds=a"], "2,2"),
-    (["--rate=3"], "at most 1"), (["stray"], "stray"), (["--hidden=1"], "unknown flag --hidden")])
+    (["--rate=3"], "at most 1"), (["stray"], "'stray' belongs to no flag"), ([""], "'' belongs to no flag"),
+    (["--hidden=1"], "unknown flag --hidden")])
 def test_mistakes_end_in_one_line_and_status_2(argv, words, capsys):
     with pytest.raises(SystemExit) as caught:
         config.parse("x", "", argv, Example)
